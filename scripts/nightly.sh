@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The long property tests: the same tests with hypothesis' `nightly` profile, plus those marked `nightly`. Takes hours at most.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+echo "nightly: all tests with many more examples per property"
+# No per-test timeout: a property test of the nightly profile runs for as long as its examples need.
+HYPOTHESIS_PROFILE=nightly .venv/bin/python -m pytest --timeout=0 -m "nightly or not nightly" "$@"
