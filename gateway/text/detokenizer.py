@@ -1,0 +1,88 @@
+"""Text from tokens as they come, never with half a character in it."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from gateway.text.tokenizer import Tokenizer
+
+_LONGEST_CHARACTER_BYTES = 4
+_REPLACEMENT = "\ufffd"
+_decoder_of_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class IncrementalDetokenizer:
+    """The text that follows a prompt, piece by piece.
+
+    However the tokens are cut into calls, what `feed` and `flush` return adds up to the same text: that of
+    prompt and tokens together, less that of the prompt. A character that begins in the prompt and is
+    completed afterwards comes out whole, since the prompt's own text could not show it; one that begins in
+    the prompt and never becomes valid stays the prompt's, and no U+FFFD is given for it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        emitted_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """`emitted_token_ids`: tokens whose text went out before (replay); the next text follows on theirs
+        exactly.
+
+        Costs a few microseconds whatever the prompt's length.
+        """
+        self._table = tokenizer.token_bytes
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._decoder = _decoder_of_utf8("replace")
+        tail = self._tail(prompt_token_ids)
+        self._strip_pending = tokenizer.strips_leading_space and not tail
+        self._decoder.decode(tail)
+        # Whether the bytes held back belong to the prompt.
+        self._held_from_prompt = bool(self._decoder.getstate()[0])
+        if emitted_token_ids:
+            self.feed(emitted_token_ids)
+
+    def __repr__(self) -> str:
+        return f"<IncrementalDetokenizer held={self._decoder.getstate()[0]!r}>"
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that became final with these tokens; empty while a character is incomplete."""
+        table, skipped = self._table, self._skipped
+        text = self._decoder.decode(b"".join([table[id_] for id_ in token_ids if id_ not in skipped]))
+        if text and (self._held_from_prompt or self._strip_pending):
+            text = self._without_start(text)
+        return text
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for a character that was never completed, else nothing."""
+        text = self._decoder.decode(b"", final=True)
+        return self._without_start(text) if text else text
+
+    def _without_start(self, text: str) -> str:
+        """Treat the first text after the prompt: it may be the prompt's, or the space that encoding put in
+        front.
+        """
+        if self._held_from_prompt:
+            self._held_from_prompt = False
+            return text.removeprefix(_REPLACEMENT)
+        if self._strip_pending:
+            self._strip_pending = False
+            return text.removeprefix(" ")
+        return text
+
+    def _tail(self, prompt_token_ids: Sequence[int]) -> bytes:
+        """The prompt's last bytes: enough to hold all of a character that it ends in. Empty when it has no
+        text.
+        """
+        pieces: list[bytes] = []
+        missing = _LONGEST_CHARACTER_BYTES
+        for token_id in reversed(prompt_token_ids):
+            piece = b"" if token_id in self._skipped else self._table[token_id]
+            pieces.append(piece)
+            missing -= len(piece)
+            if missing <= 0:
+                break
+        return b"".join(reversed(pieces))

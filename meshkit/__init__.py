@@ -1,0 +1,1 @@
+"""meshkit: how a chipmesh service starts, speaks, fails and is seen. It never imports torch."""

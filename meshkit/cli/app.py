@@ -1,0 +1,254 @@
+"""The commands and their flags. What a command does lies in the modules beside it, imported when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import typer
+
+from meshkit.cli.terminal import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    one_line,
+    print_error,
+    print_json,
+)
+from meshkit.config import LogLevel
+from meshkit.errors import MeshError
+
+# The base of all usage errors: typer gives it no name, and keeps it elsewhere from release to release.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    name="chipmesh",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+ConfigFile = Annotated[Path, typer.Option("--config", help="The service's configuration, a JSON file.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"chipmesh {metadata.version('chipmesh')}")
+        raise typer.Exit
+
+
+@app.callback()
+def chipmesh(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Serves language models over a mesh of different chips."""
+
+
+@app.command()
+def up(
+    context: typer.Context,
+    model_path: Annotated[str, typer.Option(help="A folder, a .gguf file, or the name of a pulled model.")],
+    backend: Annotated[str, typer.Option(help="Plugin to use where --device-groups is not given.")] = "cpu",
+    backend_option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the plugin; may be repeated.")
+    ] = None,
+    device_groups: Annotated[
+        str | None,
+        typer.Option(help="BACKEND:INDEX,... per group, groups split by ';'. Default: one device."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, safetensors, gguf, dummy.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or a dtype that the chip reports.")] = "auto",
+    chunked_prefill_size: Annotated[
+        int | None, typer.Option(help="Most prompt tokens of a step; -1: off.")
+    ] = None,
+    max_running_requests: Annotated[
+        int | None, typer.Option(help="Most requests at once per replica.")
+    ] = None,
+    mem_fraction_static: Annotated[
+        float | None, typer.Option(help="Share of memory for weights and KV.")
+    ] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens of a KV page.")] = None,
+    schedule_policy: Annotated[
+        str | None, typer.Option(help="Order of waiting requests: fcfs, lpm, ...")
+    ] = None,
+    max_total_tokens: Annotated[int | None, typer.Option(help="Size of the KV cache in tokens.")] = None,
+    context_length: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name in requests; default: the model's.")
+    ] = None,
+    disable_radix_cache: Annotated[
+        bool, typer.Option("--disable-radix-cache", help="No reuse of prefixes.")
+    ] = False,
+    disable_overlap_schedule: Annotated[
+        bool, typer.Option("--disable-overlap-schedule", help="Plan a step only after the last one's result.")
+    ] = False,
+    enable_mixed_chunk: Annotated[
+        bool | None,
+        typer.Option("--enable-mixed-chunk/--disable-mixed-chunk", help="Prefill and decode in one step."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Host of the gateway's two listeners.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port of the gateway; 0: a free one.")] = 0,
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="HTTP port of the gateway; 0: a free one.")
+    ] = 0,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Send traces there, for instance http://127.0.0.1:4317.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse a plugin that lacks an operator.")] = False,
+    executor_python: Annotated[str | None, typer.Option(help="Interpreter that runs the executors.")] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="Least level of what services log.")] = "info",
+    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds until all must be ready.")] = 600.0,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when ready; the mesh stays up.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Start a mesh on this machine: scheduler, gateway, one worker per device. Ctrl-C stops it."""
+    from meshkit.cli.up import read_options, start_mesh
+
+    start_mesh(read_options(context.params), detach=detach, as_json=as_json)
+    return EXIT_OK
+
+
+@app.command(hidden=True)
+def launch(options: Annotated[Path, typer.Option(help="Written by `up --detach`.")]) -> int:
+    """The detached half of `up --detach`: prints its events as JSON lines."""
+    from meshkit.cli.up import launch_detached
+
+    return launch_detached(options)
+
+
+@app.command()
+def down(as_json: AsJson = False) -> int:
+    """Stop the mesh that `up` started. Nothing to stop is no error."""
+    from meshkit.cli.down import stop
+
+    stop(as_json=as_json)
+    return EXIT_OK
+
+
+@app.command()
+def generate(
+    context: typer.Context,
+    prompt: Annotated[str, typer.Argument(help="Sent as one user message through the model's template.")],
+    max_tokens: Annotated[int | None, typer.Option(help="Most output tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 or -1: all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="In (0, 1].")] = None,
+    min_p: Annotated[float | None, typer.Option(help="In [0, 1].")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Send the text without the model's template.")] = False,
+    system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
+    model: Annotated[str, typer.Option(help="Default: the only model served.")] = "",
+    endpoint: Annotated[
+        str | None, typer.Option(help="HOST:PORT of a gateway. Default: of `up`'s mesh.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds until the answer must be whole.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Ask the model; the answer is streamed to the terminal."""
+    from meshkit.cli.ask import ask
+
+    ask(context.params, endpoint=endpoint, timeout_s=timeout, as_json=as_json)
+    return EXIT_OK
+
+
+@app.command()
+def status(
+    endpoint: Annotated[
+        str | None, typer.Option(help="HOST:PORT of a scheduler. Default: of `up`'s mesh.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show groups, replicas, their requests and pages."""
+    from meshkit.cli.mesh_status import show_status
+
+    show_status(endpoint=endpoint, as_json=as_json)
+    return EXIT_OK
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="Name of a model, for instance smollm2-135m.")],
+    as_json: AsJson = False,
+) -> int:
+    """Fetch a model into the cache; one that is there already returns at once."""
+    from meshkit.cli.pull import pull as pull_named
+
+    pull_named(name, as_json=as_json)
+    return EXIT_OK
+
+
+@app.command()
+def gateway(config: ConfigFile) -> int:
+    """Run the gateway service alone."""
+    return _run_service("gateway", config)
+
+
+@app.command()
+def scheduler(config: ConfigFile) -> int:
+    """Run the scheduler service alone."""
+    return _run_service("scheduler", config)
+
+
+@app.command()
+def worker(config: ConfigFile) -> int:
+    """Run one worker service alone."""
+    return _run_service("worker", config)
+
+
+def _run_service(name: str, config: Path) -> int:
+    from meshkit.cli.services import run_named_service
+
+    return run_named_service(name, config)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command (default: of this process' arguments) and returns the exit code.
+
+    0: done. 1: it failed. 2: the command line is wrong. 130: interrupted.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    as_json = "--json" in words
+    try:
+        result = app(args=words, prog_name="chipmesh", standalone_mode=False)
+    except UsageError as error:
+        _print_usage_error(error, as_json=as_json)
+        return EXIT_USAGE
+    except MeshError as error:
+        print_error(error, as_json=as_json)
+        return EXIT_USAGE if _is_about_a_flag(error) else EXIT_FAILED
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output is gone (`| head`); stdout must not be flushed into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    return result if isinstance(result, int) else EXIT_OK
+
+
+def _print_usage_error(error: Exception, *, as_json: bool) -> None:
+    command = getattr(getattr(error, "ctx", None), "command_path", None) or "chipmesh"
+    text = one_line(getattr(error, "format_message", error.__str__)())
+    print(
+        f"chipmesh: {text.rstrip('.')}; `{command} --help` lists what is known", file=sys.stderr, flush=True
+    )
+    if as_json:
+        print_json(
+            {"error": {"code": "USAGE", "reason": "USAGE", "message": text, "field": None, "metadata": {}}}
+        )
+
+
+def _is_about_a_flag(error: MeshError) -> bool:
+    return error.code is grpc.StatusCode.INVALID_ARGUMENT and (error.field or "").startswith("--")

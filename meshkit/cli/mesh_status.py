@@ -1,0 +1,126 @@
+"""The mesh as its scheduler sees it: as JSON for programs, as a table for people."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from chipmesh.scheduler.v1alpha1 import admin_pb2, admin_pb2_grpc
+from meshkit.cli.generation import translated_errors
+from meshkit.cli.state import require_endpoint, state_dir_from_environment
+from meshkit.cli.terminal import print_json
+from meshkit.rpc.channel import open_channel
+
+STATUS_TIMEOUT_S = 5.0
+
+
+async def fetch_mesh(endpoint: str) -> admin_pb2.Mesh:
+    """Asks the scheduler at `endpoint`.
+
+    Raises:
+        MeshError: Unavailable where none answers, DeadlineExceeded after STATUS_TIMEOUT_S seconds.
+    """
+    async with open_channel(endpoint) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        with translated_errors(endpoint, service="scheduler"):
+            response = await stub.GetMesh(admin_pb2.GetMeshRequest(), timeout=STATUS_TIMEOUT_S)
+    mesh: admin_pb2.Mesh = response.mesh
+    return mesh
+
+
+def show_status(*, endpoint: str | None, as_json: bool) -> None:
+    """Prints the status of the mesh whose scheduler is at `endpoint`, by default of `up`'s.
+
+    Raises:
+        MeshError: no mesh is up, or its scheduler does not answer.
+    """
+    address = require_endpoint(state_dir_from_environment(), kind="scheduler", given=endpoint)
+    status = describe_status(asyncio.run(fetch_mesh(address)), endpoint=address)
+    if as_json:
+        print_json(status)
+    else:
+        print_table(status)
+
+
+def describe_status(mesh: admin_pb2.Mesh, *, endpoint: str) -> dict[str, Any]:
+    """{"scheduler": {"pid", ...}, "groups": [{"name", "model", "weight", "replicas": [...]}]}."""
+    scheduler = mesh.scheduler
+    return {
+        "scheduler": {
+            "pid": scheduler.pid,
+            "scheduler_id": scheduler.scheduler_id,
+            "version": scheduler.version,
+            "uptime_s": scheduler.uptime.ToTimedelta().total_seconds(),
+            "waiting": scheduler.waiting,
+            "gateways": scheduler.gateways,
+            "address": endpoint,
+        },
+        "groups": [
+            {
+                "name": group.name,
+                "model": group.model,
+                "weight": group.weight,
+                "replicas": [_describe_replica(replica) for replica in group.replicas],
+            }
+            for group in mesh.groups
+        ],
+    }
+
+
+def _describe_replica(replica: admin_pb2.ReplicaStatus) -> dict[str, Any]:
+    pages = replica.pages
+    plain = (
+        "worker", "chip", "emulated", "instance_id", "running", "waiting", "page_size_tokens",
+        "numeric_class", "epoch", "step_seq", "max_running_requests", "chunk_tokens", "retracted_count",
+        "executor_pid", "supervisor_pid",
+    )  # fmt: skip
+    return {
+        **{name: getattr(replica, name) for name in plain},
+        "state": _state_name(replica.state),
+        "pages": {"total": pages.total, "free": pages.free, "cached": pages.cached, "held": pages.held},
+    }
+
+
+def _state_name(state: admin_pb2.ReplicaStatus.State.ValueType) -> str:
+    """STATE_READY as "ready"."""
+    return admin_pb2.ReplicaStatus.State.Name(state).removeprefix("STATE_").lower()
+
+
+def print_table(status: dict[str, Any]) -> None:
+    """The same for people, on stdout."""
+    console = Console(highlight=False)
+    scheduler = status["scheduler"]
+    console.print(
+        f"scheduler at {scheduler['address']}  pid {scheduler['pid']}  up {scheduler['uptime_s']:.0f} s  "
+        f"{scheduler['gateways']} gateway(s)  {scheduler['waiting']} waiting",
+        soft_wrap=True,
+    )
+    table = Table()
+    for column in (
+        "group",
+        "model",
+        "weight",
+        "worker",
+        "chip",
+        "state",
+        "running",
+        "waiting",
+        "pages free+cached+held/total",
+    ):
+        table.add_column(column, overflow="fold")
+    for group in status["groups"]:
+        for replica in group["replicas"] or [None]:
+            table.add_row(group["name"], group["model"], f"{group['weight']:g}", *_replica_cells(replica))
+    console.print(table)
+
+
+def _replica_cells(replica: dict[str, Any] | None) -> list[str]:
+    if replica is None:
+        return ["none", "", "", "", "", ""]
+    pages = replica["pages"]
+    chip = f"{replica['chip']} (emulated)" if replica["emulated"] else replica["chip"]
+    used = f"{pages['free']}+{pages['cached']}+{pages['held']}/{pages['total']}"
+    return [replica["worker"], chip, replica["state"], str(replica["running"]), str(replica["waiting"]), used]

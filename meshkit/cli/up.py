@@ -1,0 +1,85 @@
+"""`up`: a mesh in the foreground, or detached; shown to a person or told as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshkit.cli.detach import run_detached
+from meshkit.cli.display import LaunchDisplay, describe_mesh, print_summary
+from meshkit.cli.events import LaunchEvent, print_event
+from meshkit.cli.launch import run_mesh
+from meshkit.cli.options import MeshOptions
+from meshkit.cli.state import MeshRecord, StateDir, state_dir_from_environment
+from meshkit.cli.terminal import EXIT_FAILED, EXIT_OK, describe_error, print_json
+from meshkit.config import load_config, parse_config
+from meshkit.errors import InvalidArgument, MeshError
+from meshkit.modelstore import default_cache_dir
+
+OUTPUT_FLAGS = ("detach", "as_json")
+
+
+def read_options(flags: Mapping[str, Any]) -> MeshOptions:
+    """The flags of the command line, by typer's names, as options.
+
+    Raises:
+        InvalidArgument: a value that no mesh can have.
+    """
+    values = {name: value for name, value in flags.items() if name not in OUTPUT_FLAGS}
+    values["backend_options"] = _key_values(values.pop("backend_option") or ())
+    values["start_timeout_s"] = values.pop("start_timeout")
+    return parse_config(MeshOptions, {**values, "cache_dir": default_cache_dir()}, source="chipmesh up")
+
+
+def _key_values(words: Sequence[str]) -> dict[str, str]:
+    pairs = [word.partition("=") for word in words]
+    for word, (key, equals, _) in zip(words, pairs, strict=True):
+        if not key or not equals:
+            raise InvalidArgument(
+                f"--backend-option: {word!r} has not the form KEY=VALUE", field="--backend-option"
+            )
+    return {key: value for key, _, value in pairs}
+
+
+def start_mesh(options: MeshOptions, *, detach: bool, as_json: bool) -> None:
+    """Detached: returns when the mesh is up. Else: returns when it was stopped.
+
+    Raises:
+        MeshError: it did not come up; nothing is left running.
+    """
+    state = state_dir_from_environment()
+    state.prepare()
+    with LaunchDisplay() as display:
+        if detach:
+            mesh = run_detached(options, state=state, report=display.report)
+            display.close()
+            _tell(mesh, state, detached=True, as_json=as_json)
+            return
+
+        def report(event: LaunchEvent) -> None:
+            display.report(event)
+            if event.kind == "up" and event.mesh is not None:
+                display.close()
+                _tell(event.mesh, state, detached=False, as_json=as_json)
+
+        run_mesh(options, state=state, report=report)
+
+
+def _tell(mesh: MeshRecord, state: StateDir, *, detached: bool, as_json: bool) -> None:
+    if as_json:
+        print_json(describe_mesh(mesh, state))
+    else:
+        print_summary(mesh, state, detached=detached)
+
+
+def launch_detached(options_file: Path) -> int:
+    """The launcher's own process: its events go to stdout, its error too, as the last one."""
+    state = state_dir_from_environment()
+    try:
+        state.prepare()
+        run_mesh(load_config(MeshOptions, options_file), state=state, report=print_event)
+    except MeshError as error:
+        print_event(LaunchEvent(kind="failed", error=describe_error(error)))
+        return EXIT_FAILED
+    return EXIT_OK

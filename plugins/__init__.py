@@ -1,0 +1,1 @@
+"""Device plugins: the SDK that a chip vendor imports, and the plugins that ship with chipmesh."""

@@ -1,0 +1,185 @@
+"""The step contract between the executor's shell and whatever runs a model: plain numpy arrays, no torch.
+
+The shell owns slots and page tables and applies step plans to them; a runner owns weights, KV pages, sampling
+state and the last token of each slot. Every method is called on the one thread that owns the device, in plan
+order.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+Progress = Callable[[str, float], None]
+"""Called with a stage name for people and a fraction in [0, 1]."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """Effective sampling parameters of one request; ranges as in device.v1alpha1.SamplingParameters."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    choice: int
+    logit_bias: Mapping[int, float]
+    logprobs: bool
+    suppressed_token_ids: Sequence[int]
+    min_tokens: int
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a penalty reads the tokens themselves."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAdmission:
+    """A request enters a slot."""
+
+    slot: int
+    sampling: SamplingSettings
+    output_count: int
+    """Output tokens so far: the index of the next draw."""
+    cached_tokens: int
+    """Tokens whose keys and values are in the first pages of the slot's table already."""
+    prompt_token_ids: Sequence[int]
+    """Only where `sampling.needs_history`, else empty."""
+    output_token_ids: Sequence[int]
+    """Only where `sampling.needs_history`, else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """A run of known tokens of one slot: positions `start` to `start + len(token_ids) - 1`."""
+
+    slot: int
+    start: int
+    token_ids: IntArray
+    """Shape [n], n >= 1."""
+    page_ids: IntArray
+    """The slot's page table, shape [pages], covering every position of the run."""
+    samples: bool
+    """The last chunk: a token is sampled from the last position's logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """One token for each decoding slot, in ascending order; the runner has the last tokens."""
+
+    slots: IntArray
+    """Shape [b]."""
+    positions: IntArray
+    """Shape [b]: position of the input token, whose keys and values are written by this step."""
+    page_table: IntArray
+    """Shape [b, max_pages]; row i is valid up to `positions[i] // page_size` inclusive, the rest is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One forward pass: decode rows first, then prefill rows."""
+
+    decode: DecodeRows | None
+    prefill: Sequence[PrefillRow]
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """A slot that could not sample; others are not affected. `reason` is UPPER_SNAKE."""
+
+    slot: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Tokens sampled: decode rows in order, then sampling prefill rows in order, less the failed ones."""
+
+    slots: IntArray
+    token_ids: IntArray
+    logprobs: FloatArray | None = None
+    """Shape as `token_ids`, where any slot asked for log-probabilities."""
+    failures: Sequence[RowFailure] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorDecision:
+    """One line of the execution plan: `choice` is native, fused, padded, decomposed or reference."""
+
+    name: str
+    choice: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What a runner says of the model that it loaded. Mirrors LoadedModel of the step protocol."""
+
+    architecture: str
+    vocab_size: int
+    context_tokens: int
+    kv_bytes_per_token: int
+    weight_bytes: int
+    weights_version: str
+    numeric_class: str
+    kv_cache_dtype: str
+    kv_layout: str
+    eos_token_ids: Sequence[int] = ()
+    operators: Sequence[OperatorDecision] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a model is to be loaded; mirrors LoadModelRequest."""
+
+    model_path: str
+    load_format: str = "auto"
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    device: int = 0
+    strict: bool = False
+    cache_dir: str = ""
+
+
+class ModelRunner(abc.ABC):
+    """Runs one model on one device."""
+
+    @abc.abstractmethod
+    def load(self, options: LoadOptions, progress: Progress) -> LoadedModel:
+        """Load a model. Raises InvalidArgument, FailedPrecondition or ResourceExhausted with the cause."""
+
+    @abc.abstractmethod
+    def allocate_kv_cache(self, *, page_count: int, page_size: int, max_slots: int) -> int:
+        """Allocate the pages and per-slot state; returns bytes. Raises meshkit.errors.ResourceExhausted."""
+
+    @abc.abstractmethod
+    def admit(self, admission: SlotAdmission, page_ids: IntArray) -> None:
+        """A request enters a slot; `page_ids` is its page table so far (cached prefix first)."""
+
+    @abc.abstractmethod
+    def release(self, slot: int) -> None:
+        """The request of a slot has left."""
+
+    @abc.abstractmethod
+    def run_step(self, batch: StepBatch) -> StepOutput:
+        """One forward pass and its sampling. Keeps each sampled token as its slot's last one."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Drop all slots (a scheduler attached anew). Pages keep their contents."""
+
+    @abc.abstractmethod
+    def unload(self) -> None:
+        """Free weights and pages. Idempotent."""

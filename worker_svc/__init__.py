@@ -1,0 +1,1 @@
+"""The worker: a supervisor that owns no device, and the executor process that hosts one plugin."""

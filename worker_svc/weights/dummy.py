@@ -1,0 +1,46 @@
+"""Weights without a file, for load-format dummy: the right names and shapes, small values from a seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from meshkit.modelstore import tensor_shapes
+
+_SPREAD = 0.02
+
+
+class DummyWeights:
+    """Values depend on (seed, name) only: the same on every machine and in whatever order they are read."""
+
+    def __init__(self, config: Mapping[str, Any], seed: int = 0) -> None:
+        """`config`: a completed Llama configuration, as `ModelFolder.config` holds it."""
+        self._shapes = tensor_shapes(config)
+        self._seed = seed
+
+    def __repr__(self) -> str:
+        return f"<DummyWeights tensors={len(self._shapes)} seed={self._seed}>"
+
+    def names(self) -> tuple[str, ...]:
+        """All names, in the model's order."""
+        return tuple(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape. Raises KeyError for a name that is not there."""
+        return self._shapes[name]
+
+    def read(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Normal values of spread 0.02, around 1 for norms and around 0 for the rest.
+
+        Raises KeyError for a name that is not there.
+        """
+        shape = self._shapes[name]
+        digest = hashlib.sha256(f"{self._seed}\0{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        values = torch.randn(shape, generator=generator) * _SPREAD
+        if name.endswith("norm.weight"):
+            values += 1.0
+        return values.to(dtype)
