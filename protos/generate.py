@@ -76,7 +76,15 @@ def ensure_tools() -> None:
     )
     venv.create(TOOLS_ENVIRONMENT, with_pip=True, clear=TOOLS_ENVIRONMENT.exists())
     requirements = [f"{name}=={version}" for name, version in TOOLS.items()]
-    command = [tools_python(), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *requirements]
+    command = [
+        str(tools_python()),
+        "-m",
+        "pip",
+        "install",
+        "-qq",
+        "--disable-pip-version-check",
+        *requirements,
+    ]
     if subprocess.run(command, check=False).returncode != 0 or installed_versions() != TOOLS:
         raise GenerationError(
             f"the proto tools could not be installed at their pinned versions {TOOLS} (found "
@@ -98,7 +106,7 @@ def compile_into(destination: Path) -> None:
         raise GenerationError(f"no .proto file below {PROTOS / PACKAGE}")
     outputs = [f"--{plugin}_out={destination}" for plugin in ("python", "grpc_python", "mypy", "mypy_grpc")]
     environment = {**os.environ, "PATH": f"{tools_python().parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    command = [tools_python(), "-m", "grpc_tools.protoc", f"-I{PROTOS}", *outputs, *sources]
+    command = [str(tools_python()), "-m", "grpc_tools.protoc", f"-I{PROTOS}", *outputs, *sources]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if result.returncode != 0:
         raise GenerationError(f"protoc refused the contract:\n{result.stderr.strip()}")

@@ -22,6 +22,7 @@ part() {
 part "lint" "$BIN/ruff" check --quiet .
 part "format" "$BIN/ruff" format --check --quiet .
 part "types" "$BIN/mypy"
+part "types of the generator" "$BIN/mypy" protos/generate.py
 part "import law" "$BIN/lint-imports" --no-logo
 part "generated code" "$BIN/python" protos/generate.py --check
 part "contract lint" "$BIN/buf" lint protos

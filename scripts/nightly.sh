@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
+.venv/bin/chipmesh pull smollm2-135m
 echo "nightly: all tests with many more examples per property"
 # No per-test timeout: a property test of the nightly profile runs for as long as its examples need.
 HYPOTHESIS_PROFILE=nightly .venv/bin/python -m pytest --timeout=0 -m "nightly or not nightly" "$@"

@@ -3,12 +3,14 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-echo "test: 1/3 environment"
+echo "test: 1/4 environment"
 bash scripts/setup.sh || exit 1
-echo "test: 2/3 checks (lint, format, types, import law, generated code)"
+echo "test: 2/4 the small real model that some tests run on (about 85 MB, once)"
+.venv/bin/chipmesh pull smollm2-135m || exit 1
+echo "test: 3/4 checks (lint, format, types, import law, generated code)"
 bash scripts/check.sh
 checks=$?
-echo "test: 3/3 tests, after ${SECONDS} s"
+echo "test: 4/4 tests, after ${SECONDS} s"
 .venv/bin/python -m pytest --durations=5 "$@"
 tests=$?
 if [ "$checks" -ne 0 ]; then

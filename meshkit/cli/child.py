@@ -65,9 +65,7 @@ class Child:
             address=ready.get("address"),
             http_address=ready.get("http_address"),
             log=self.log,
-            details={name: value for name, value in ready.items() if name not in # gRPC's C core logs on its own, for instance "I1129 17:05:55.440620   26460 fork_posix.cc:71] ...".
-GRPC_CORE_LINE = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+\.cc:\d+\]")
-COMMON_READY_FIELDS},
+            details={name: value for name, value in ready.items() if name not in COMMON_READY_FIELDS},
         )
 
     def read_ready(self) -> dict[str, Any] | None:

@@ -15,6 +15,8 @@ from meshkit.cli.terminal import print_json
 from meshkit.rpc.channel import open_channel
 
 STATUS_TIMEOUT_S = 5.0
+TABLE_WIDTH = 110
+COUNTS = ("run", "wait", "free", "cached", "held", "pages")
 
 
 async def fetch_mesh(endpoint: str) -> admin_pb2.Mesh:
@@ -91,26 +93,17 @@ def _state_name(state: admin_pb2.ReplicaStatus.State.ValueType) -> str:
 
 def print_table(status: dict[str, Any]) -> None:
     """The same for people, on stdout."""
-    console = Console(highlight=False)
+    # A narrow terminal wraps whole lines; columns squeezed to two letters would help nobody.
+    console = Console(highlight=False, width=max(Console().width, TABLE_WIDTH))
     scheduler = status["scheduler"]
     console.print(
         f"scheduler at {scheduler['address']}  pid {scheduler['pid']}  up {scheduler['uptime_s']:.0f} s  "
         f"{scheduler['gateways']} gateway(s)  {scheduler['waiting']} waiting",
         soft_wrap=True,
     )
-    table = Table()
-    for column in (
-        "group",
-        "model",
-        "weight",
-        "worker",
-        "chip",
-        "state",
-        "running",
-        "waiting",
-        "pages free+cached+held/total",
-    ):
-        table.add_column(column, overflow="fold")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("group", "model", "weight", "worker", "chip", "state", *COUNTS):
+        table.add_column(column, no_wrap=True, justify="right" if column in COUNTS else "left")
     for group in status["groups"]:
         for replica in group["replicas"] or [None]:
             table.add_row(group["name"], group["model"], f"{group['weight']:g}", *_replica_cells(replica))
@@ -119,8 +112,12 @@ def print_table(status: dict[str, Any]) -> None:
 
 def _replica_cells(replica: dict[str, Any] | None) -> list[str]:
     if replica is None:
-        return ["none", "", "", "", "", ""]
+        return ["none"]
     pages = replica["pages"]
+    counts = [
+        replica["running"],
+        replica["waiting"],
+        *(pages[name] for name in ("free", "cached", "held", "total")),
+    ]
     chip = f"{replica['chip']} (emulated)" if replica["emulated"] else replica["chip"]
-    used = f"{pages['free']}+{pages['cached']}+{pages['held']}/{pages['total']}"
-    return [replica["worker"], chip, replica["state"], str(replica["running"]), str(replica["waiting"]), used]
+    return [replica["worker"], chip, replica["state"], *map(str, counts)]

@@ -202,7 +202,37 @@ async def test_a_killed_executor_is_replaced_and_registered_again(mesh: Mesh) ->
     assert second.takeover_token == first.takeover_token != ""
     dead = [beat for beat in mesh.registry.beats if beat.executor_state == State.EXECUTOR_STATE_DEAD]
     assert {beat.instance_id for beat in dead} == {first.instance_id}
+    file = mesh.folder / "ready.json"
+    await until(lambda: json.loads(file.read_text())["executor_pid"] == second.executor_pid)
     assert process.returncode is None
+
+
+async def test_a_worker_whose_executor_cannot_be_replaced_gives_up_with_the_cause(mesh: Mesh) -> None:
+    once = mesh.folder / "python-once"
+    used = mesh.folder / "used"
+    once.write_text(f'#!/bin/sh\n[ -e {used} ] && exit 7\ntouch {used}\nexec {sys.executable} "$@"\n')
+    once.chmod(0o755)
+    executor = {"python": str(once), "restart_backoff_s": 0.02, "max_restarts": 1}
+    process, ready = await mesh.start_ready_worker(executor=executor)
+    os.kill(ready["executor_pid"], signal.SIGKILL)
+    _, stderr = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 1
+    last = stderr.decode().splitlines()[-1]
+    assert "after 2 attempts" in last
+    assert "status 7" in last
+
+
+async def test_an_executor_that_answers_no_probe_is_replaced(mesh: Mesh) -> None:
+    executor = {
+        "restart_backoff_s": 0.02,
+        "probe_interval_s": 0.1,
+        "unresponsive_after_s": 0.5,
+        "stop_timeout_s": 0.5,
+    }
+    _, ready = await mesh.start_ready_worker(executor=executor)
+    os.kill(ready["executor_pid"], signal.SIGSTOP)
+    await mesh.registry.until(lambda: len(mesh.registry.registrations) == 2)
+    await until(lambda: not is_running(ready["executor_pid"]))
 
 
 async def test_a_scheduler_that_has_forgotten_the_worker_gets_it_again(mesh: Mesh) -> None:

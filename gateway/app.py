@@ -1,0 +1,253 @@
+"""The gateway's composition root: builds all parts by injection, starts them, and stops them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chipmesh.inference.v1alpha1 import inference_pb2_grpc
+from gateway.config import GatewayConfig
+from gateway.generation import GenerationBounds, Generations
+from gateway.metrics import GatewayMetrics
+from gateway.models import open_models
+from gateway.prompts import PromptReader
+from gateway.servicer import SERVICE_NAME, InferenceServicer
+from gateway.session_client import SessionClient, SessionSettings
+from gateway.streams import StreamTable
+from gateway.text import TextPool
+from meshkit.config import load_config
+from meshkit.errors import Unavailable
+from meshkit.http.observability import HealthReport, ObservabilityServer
+from meshkit.modelstore import default_cache_dir
+from meshkit.rpc.channel import open_channel
+from meshkit.rpc.server import RpcServer
+from meshkit.service import StopSignal, run_service, supervise, write_ready
+from meshkit.telemetry.logging import configure_logging, get_logger
+from meshkit.telemetry.metrics import Metrics
+from meshkit.telemetry.tracing import configure_tracing
+
+log = get_logger(__name__)
+
+# Seconds for last statuses and commands to leave, once nothing else is waited for.
+LAST_WORDS_S = 1.0
+
+
+@dataclass(frozen=True)
+class GatewayAddresses:
+    """Where a started gateway listens: gRPC, and HTTP for health and metrics."""
+
+    address: str
+    http_address: str
+
+
+class GatewayService:
+    """One gateway; `start` once, `stop` once. Many may run in one process, as tests do."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._cleanup = AsyncExitStack()
+        self._background: list[asyncio.Task[None]] = []
+        self._session_changed = asyncio.Event()
+        self._serving = asyncio.Event()
+        self._stopping = False
+        self._generations: Generations | None = None
+        self._session: SessionClient | None = None
+        self._rpc: RpcServer | None = None
+
+    def __repr__(self) -> str:
+        return f"<GatewayService {self._generations!r} {self._session!r}>"
+
+    async def start(self) -> GatewayAddresses:
+        """Open the models, listen, and begin to look for the scheduler; health says when it is found.
+
+        Raises:
+            InvalidArgument: a model or an address in the configuration is wrong.
+            FailedPrecondition: an address is taken.
+        """
+        try:
+            return await self._start()
+        except BaseException:
+            await self._cleanup.aclose()
+            raise
+
+    @property
+    def live_count(self) -> int:
+        """Requests that are being started or go on; 0 before `start`."""
+        return 0 if self._generations is None else self._generations.live_count
+
+    async def wait_serving(self) -> None:
+        """Return when requests can be served: the models are open and a session is up."""
+        await self._serving.wait()
+
+    async def watch(self) -> None:
+        """Raise what ends a background task while the service runs; for `meshkit.service.supervise`."""
+        done, _ = await asyncio.wait(self._background, return_when=asyncio.FIRST_COMPLETED)
+        if self._stopping:
+            await asyncio.Event().wait()  # `stop` has ended them; it is not for this task to say so.
+        for task in done:
+            task.result()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new requests, give live ones `grace_s` seconds, end the rest as UNAVAILABLE, and close."""
+        generations, session, rpc = self._generations, self._session, self._rpc
+        if generations is None or session is None or rpc is None:
+            return
+        self._stopping = True
+        generations.drain()
+        self._session_changed.set()
+        await _within(grace_s, generations.wait_idle())
+        generations.fail_all(
+            Unavailable(
+                f"this gateway has stopped, and the request did not end within {grace_s:g} s; send it again",
+                reason="SHUTTING_DOWN",
+            )
+        )
+        await _within(LAST_WORDS_S, generations.wait_idle())
+        await _within(LAST_WORDS_S, session.flush())
+        await self._cleanup.aclose()
+
+    async def _start(self) -> GatewayAddresses:
+        config = self._config
+        cache_dir = config.cache_dir or default_cache_dir()
+        models = await asyncio.to_thread(open_models, config.models, cache_dir=cache_dir)
+        pool = TextPool(threads=config.tokenizer_threads, max_waiting=config.max_waiting_texts)
+        self._cleanup.push_async_callback(pool.close)
+        metrics = GatewayMetrics(Metrics())
+        metrics.declare_models(models.names)
+        session = await self._build_session()
+        self._generations = Generations(
+            models=models,
+            prompts=PromptReader(pool, config.max_prompt_bytes),
+            session=session,
+            table=StreamTable(max_live=config.max_live_requests, keep_finished_s=config.keep_finished_s),
+            metrics=metrics,
+            bounds=GenerationBounds(
+                config.accept_timeout_s, config.resume_window_s, config.max_messages_per_s
+            ),
+        )
+        http = ObservabilityServer(config.http_listen, metrics.registry, self._health)
+        http_address = await http.start()
+        self._cleanup.push_async_callback(http.stop)
+        address = await self._start_rpc(self._generations)
+        self._run(session.run(), "session")
+        self._run(self._follow_session(), "health")
+        return GatewayAddresses(config.advertise or address, http_address)
+
+    async def _build_session(self) -> SessionClient:
+        config = self._config
+        # Untraced: it lives as long as the gateway; each request carries its own context.
+        channel = open_channel(
+            config.scheduler_address, max_message_bytes=config.max_message_bytes, traced=False
+        )
+        self._cleanup.push_async_callback(channel.close)
+        self._session = SessionClient(
+            channel,
+            gateway_id=f"gateway-{os.getpid()}-{secrets.token_hex(4)}",
+            settings=SessionSettings(outage_limit_s=config.outage_limit_s),
+            on_change=lambda _up: self._session_changed.set(),
+        )
+        return self._session
+
+    async def _start_rpc(self, generations: Generations) -> str:
+        config = self._config
+        self._rpc = RpcServer(
+            listen=config.listen, reflection=config.reflection, max_message_bytes=config.max_message_bytes
+        )
+        self._rpc.add(
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+            InferenceServicer(generations),
+            SERVICE_NAME,
+        )
+        address = await self._rpc.start()
+        self._cleanup.push_async_callback(self._rpc.stop, LAST_WORDS_S)
+        return address
+
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._background.append(task)
+        self._cleanup.push_async_callback(_cancel, task)
+
+    async def _follow_session(self) -> None:
+        """Keep the gRPC health in step with what `/health` says."""
+        while True:
+            self._session_changed.clear()
+            serving = self._health().serving
+            if serving:
+                self._serving.set()
+            if self._rpc is not None:
+                await self._rpc.set_serving(serving)
+            await self._session_changed.wait()
+
+    def _health(self) -> HealthReport:
+        generations, session = self._generations, self._session
+        if generations is None or session is None:
+            return HealthReport(False, {"models": "not open yet"})
+        is_up, draining = session.is_up, generations.is_draining
+        parts = {
+            "models": ", ".join(generations.models.names),
+            "scheduler": session.scheduler_id or f"no session with {self._config.scheduler_address}",
+            "requests": "draining" if draining else "accepted" if is_up else "wait for a scheduler",
+        }
+        return HealthReport(is_up and not draining, parts)
+
+
+def main(config_path: str) -> int:
+    """Run a gateway from its configuration file until SIGTERM or SIGINT; the process' exit code."""
+
+    async def serve(stop: StopSignal) -> None:
+        config = load_config(GatewayConfig, Path(config_path))
+        configure_logging("gateway", level=config.log_level)
+        log.info("configuration", config=config.model_dump(mode="json"))
+        tracing = configure_tracing("chipmesh-gateway", config.tracing)
+        try:
+            service = GatewayService(config)
+            addresses = await service.start()
+            await supervise(_serve(service, config, addresses, stop), gateway=service.watch())
+        finally:
+            await asyncio.to_thread(tracing.shutdown)
+
+    return run_service(serve, name="gateway")
+
+
+async def _serve(
+    service: GatewayService, config: GatewayConfig, addresses: GatewayAddresses, stop: StopSignal
+) -> None:
+    serving = asyncio.create_task(service.wait_serving())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if config.ready_file is not None and serving.done():
+            write_ready(
+                config.ready_file,
+                {
+                    "service": "gateway",
+                    "pid": os.getpid(),
+                    "address": addresses.address,
+                    "http_address": addresses.http_address,
+                },
+            )
+        await stopping
+    finally:
+        serving.cancel()
+        stopping.cancel()
+        await service.stop(config.drain_grace_s)
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> bool:
+    """Run `work` for at most `seconds`; whether it ended."""
+    try:
+        await asyncio.wait_for(work, seconds)
+    except asyncio.TimeoutError:
+        return False
+    return True
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,103 @@
+"""The gateway's configuration: what it serves, where its scheduler is, and every bound with its default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from meshkit.address import UnixAddress, parse_listen
+from meshkit.config import FrozenConfig, ServiceConfig
+from meshkit.errors import MeshError
+
+MIB = 1024 * 1024
+
+
+class ServedModelConfig(FrozenConfig):
+    """One served model.
+
+    name: what requests call it, the same that its workers register with.
+    path: folder, .gguf or name of a pulled model; None: a model of token ids alone (no text), whose
+        context_length must then be given.
+    load_format: as the workers have it; the gateway reads no weights, so every format opens alike here.
+    context_length: tokens, at most what the model has; None: what the model has.
+    vocab_size: number of token ids, only for a model without a path.
+    """
+
+    name: str = Field(min_length=1)
+    path: str | None = None
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    context_length: int | None = Field(default=None, ge=2)
+    vocab_size: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _has_its_facts(self) -> ServedModelConfig:
+        if self.path is None and self.context_length is None:
+            raise ValueError(f"model {self.name!r} has no path, so it needs a context_length")
+        if self.path is not None and self.vocab_size is not None:
+            raise ValueError(f"model {self.name!r} has a path; leave vocab_size out, it is read from there")
+        return self
+
+
+class GatewayConfig(ServiceConfig):
+    """What one gateway process needs.
+
+    scheduler_address: "HOST:PORT" or "unix:PATH" of the scheduler.
+    cache_dir: where pulled models and descriptions lie; None: the user's default.
+    max_live_requests: more are refused with RESOURCE_EXHAUSTED.
+    tokenizer_threads, max_waiting_texts: the pool that tokenises, and how many texts may wait for it.
+    max_messages_per_s: what all streams together send at most; beyond it tokens are gathered, so that each
+        stream's messages get fewer and larger. 8,000 take about a third of a core.
+    max_message_bytes: largest message of a client and of the session. max_prompt_bytes: of one prompt.
+    keep_finished_s: how long an ended request can still be resumed.
+    resume_window_s: how long a request whose client is gone goes on, waiting for ResumeGeneration. 0: it is
+        cancelled at once.
+    accept_timeout_s: how long a new request waits for the scheduler to take it.
+    outage_limit_s: how long accepted requests wait for a scheduler that is gone before they fail.
+    drain_grace_s: how long live requests may go on after SIGTERM; runtimes of containers wait 10 s.
+    reflection: default on where `listen` is on loopback or a Unix socket, else off.
+    """
+
+    scheduler_address: str
+    models: list[ServedModelConfig] = Field(min_length=1)
+    cache_dir: Path | None = None
+    max_live_requests: int = Field(default=4096, ge=1)
+    tokenizer_threads: int = Field(default=1, ge=1)
+    max_waiting_texts: int = Field(default=256, ge=0)
+    max_messages_per_s: int = Field(default=8000, ge=1)
+    max_message_bytes: int = Field(default=64 * MIB, ge=64 * 1024)
+    max_prompt_bytes: int = Field(default=16 * MIB, ge=1)
+    keep_finished_s: float = Field(default=30.0, ge=0.0)
+    resume_window_s: float = Field(default=0.0, ge=0.0)
+    accept_timeout_s: float = Field(default=10.0, gt=0.0)
+    outage_limit_s: float = Field(default=60.0, gt=0.0)
+    drain_grace_s: float = Field(default=8.0, ge=0.0)
+
+    @field_validator("models")
+    @classmethod
+    def _names_are_unique(cls, models: list[ServedModelConfig]) -> list[ServedModelConfig]:
+        names = [model.name for model in models]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"each model needs a name of its own; used twice: {', '.join(twice)}")
+        return models
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reflect_on_loopback(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and "reflection" not in raw:
+            listen = raw.get("listen", cls.model_fields["listen"].default)
+            return {**raw, "reflection": isinstance(listen, str) and is_local(listen)}
+        return raw
+
+
+def is_local(listen: str) -> bool:
+    """Whether only processes of this host can reach `listen`; False for an address of no known form."""
+    try:
+        address = parse_listen(listen)
+    except MeshError:
+        return False  # The field's own check reports it.
+    if isinstance(address, UnixAddress):
+        return True
+    return address.host in ("localhost", "::1") or address.host.startswith("127.")

@@ -1,0 +1,287 @@
+"""The state of one generation: its tokens and text so far, its end, and the readers that wait for more."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.generation_spec import Finish, FinishReason, GenerationSpec, Placed
+from gateway.output_text import OutputText
+from meshkit.errors import Internal, MeshError
+
+
+class LiveRequestObserver(Protocol):
+    """Told what happens to a request, in order; must not raise."""
+
+    def on_queued(self) -> None:
+        """The scheduler has it. Once."""
+
+    def on_tokens(self, count: int) -> None:
+        """`count` new tokens came at once."""
+
+    def on_end(self, request: LiveRequest) -> None:
+        """`request.end` is set. Once."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """New tokens of a request, the text that became certain with them, and logprobs where asked for."""
+
+    first_index: int
+    token_ids: Sequence[int]
+    text: str
+    logprobs: Sequence[float]
+
+
+class LiveRequest:
+    """One generation. Events are applied in order; applying one wakes all readers.
+
+    deadline: monotonic seconds after which the client no longer waits, or None.
+    traceparent: W3C context of its span, or "".
+    """
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        *,
+        text: OutputText,
+        observer: LiveRequestObserver,
+        deadline: float | None = None,
+        traceparent: str = "",
+    ) -> None:
+        self.spec = spec
+        self.text = text
+        self.deadline = deadline
+        self.traceparent = traceparent
+        self.token_ids = array("I")
+        self.logprobs = array("f")
+        self.placement = Placed()
+        self.cached_tokens: int | None = None
+        self.end: Finish | MeshError | None = None
+        self._observer = observer
+        self._queued = False
+        self._settled = asyncio.Event()
+        self._readers: set[OutputReader] = set()
+
+    def __repr__(self) -> str:
+        return f"<LiveRequest {self.spec.request_id} {len(self.token_ids)} tokens {self._phase()}>"
+
+    def _phase(self) -> str:
+        if isinstance(self.end, MeshError):
+            return f"failed {self.end.reason}"
+        if self.end is not None:
+            return f"finished {self.end.reason.value}"
+        return "streaming" if self._queued else "waiting"
+
+    @property
+    def has_ended(self) -> bool:
+        """Nothing more will happen to it."""
+        return self.end is not None
+
+    @property
+    def is_queued(self) -> bool:
+        """The scheduler has it, or had it before the session broke."""
+        return self._queued
+
+    @property
+    def reader_count(self) -> int:
+        """Readers that are attached."""
+        return len(self._readers)
+
+    async def wait_queued(self) -> None:
+        """Return when the scheduler has it, or had it before it ended.
+
+        Raises:
+            MeshError: it was refused, or failed before that.
+        """
+        await self._settled.wait()
+        if isinstance(self.end, MeshError) and not self._queued:
+            raise self.end
+
+    # What the scheduler tells. All of it is ignored after the end: such events were under way already.
+
+    def on_queued(self) -> None:
+        """The scheduler has it; said again after each resubmission."""
+        if not self.has_ended and not self._queued:
+            self._queued = True
+            self._settled.set()
+            self._observer.on_queued()
+
+    def on_placed(self, placement: Placed, *, cached_tokens: int) -> None:
+        """It was put on a replica. The first cached_tokens count: later ones come from its own replay."""
+        if self.has_ended:
+            return
+        self.placement = placement
+        if self.cached_tokens is None:
+            self.cached_tokens = cached_tokens
+
+    def on_tokens(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
+        """New tokens, from `first_index` of the output on. Those that are here already are dropped.
+
+        A gap ends the request with an error: nothing after it would be what the model said.
+        """
+        if self.has_ended:
+            return
+        known = len(self.token_ids)
+        if first_index > known:
+            self.fail(_tokens_lost(self, first_index))
+            return
+        fresh = token_ids[known - first_index :]
+        if not fresh:
+            return
+        self.logprobs.extend(logprobs[known - first_index :])
+        matched = self._take_in(fresh)
+        self._observer.on_tokens(len(self.token_ids) - known)
+        if matched is not None:
+            self._end_with(Finish(FinishReason.STOP, matched))
+        self._wake_readers()
+
+    def finish(self, reason: FinishReason) -> None:
+        """It ended well, or was cancelled. Does nothing after the end."""
+        if self.has_ended:
+            return
+        matched = self.text.flush()
+        self._end_with(Finish(reason) if matched is None else Finish(FinishReason.STOP, matched))
+
+    def fail(self, error: MeshError) -> None:
+        """It was refused or failed. Does nothing after the end."""
+        if not self.has_ended:
+            self._end_with(error)
+
+    def finish_if_complete(self) -> bool:
+        """End it where its own tokens say that it has ended: the news of that was lost with a session."""
+        tokens, stop = self.token_ids, self.spec.stop
+        if tokens and tokens[-1] in self.spec.end_token_ids and len(tokens) >= stop.min_tokens:
+            self.finish(FinishReason.STOP)
+        elif len(tokens) >= stop.max_tokens:
+            self.finish(FinishReason.LENGTH)
+        return self.has_ended
+
+    # Reading
+
+    def attach(self, next_index: int = 0, *, pause_s: Callable[[], float] = lambda: 0.0) -> OutputReader:
+        """A reader from token `next_index` (0 to the number of tokens so far) on; detach it at the end.
+
+        pause_s: asked after each piece for the seconds in which tokens gather for the next one.
+        """
+        reader = OutputReader(self, next_index, pause_s)
+        self._readers.add(reader)
+        return reader
+
+    def detach(self, reader: OutputReader) -> None:
+        """Forget a reader."""
+        reader.close()
+        self._readers.discard(reader)
+
+    def _take_in(self, token_ids: Sequence[int]) -> str | None:
+        """Append tokens up to the one that completes a stop string, which is returned."""
+        for token_id in token_ids:
+            self.token_ids.append(token_id)
+            matched = self.text.add(token_id)
+            if matched is not None:
+                del self.logprobs[len(self.token_ids) :]
+                return matched
+        return None
+
+    def _end_with(self, end: Finish | MeshError) -> None:
+        self.end = end
+        self._settled.set()
+        self._wake_readers()
+        self._observer.on_end(self)
+
+    def _wake_readers(self) -> None:
+        for reader in self._readers:
+            reader.wake()
+
+
+class OutputReader:
+    """One client's place in a request's output.
+
+    It takes all that has come since it last looked, so a slow client gets fewer and larger pieces and costs
+    no memory of its own. `async for output in reader` ends at the request's end.
+    """
+
+    def __init__(self, request: LiveRequest, next_index: int, pause_s: Callable[[], float]) -> None:
+        self.request = request
+        self._pause_s = pause_s
+        self._gathering: asyncio.TimerHandle | None = None
+        self._next_index = next_index
+        self._text_place = request.text.end_after(next_index)
+        self._news = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<OutputReader at token {self._next_index} of {self.request!r}>"
+
+    def __aiter__(self) -> OutputReader:
+        return self
+
+    async def __anext__(self) -> Output:
+        """The next piece, waiting for it.
+
+        Raises:
+            StopAsyncIteration: the request ended well and all of it was taken.
+            MeshError: it failed; all that came before was taken.
+        """
+        while self._gathering is not None and not self.request.has_ended:
+            await self._next_news()
+        while True:
+            output = self.take()
+            if output is not None:
+                self._begin_to_gather()
+                return output
+            if isinstance(self.request.end, MeshError):
+                raise self.request.end
+            if self.request.has_ended:
+                raise StopAsyncIteration
+            await self._next_news()
+
+    def take(self) -> Output | None:
+        """All that has come since the last call, or None."""
+        request, start, text_start = self.request, self._next_index, self._text_place
+        end, text_end = len(request.token_ids), request.text.end
+        if start == end and text_start == text_end:
+            return None
+        self._next_index, self._text_place = end, text_end
+        return Output(
+            first_index=start,
+            token_ids=request.token_ids[start:end],
+            text=request.text.between(text_start, text_end),
+            logprobs=request.logprobs[start:end],
+        )
+
+    def wake(self) -> None:
+        """There is something to take, or the end."""
+        if self._gathering is None or self.request.has_ended:
+            self._news.set()
+
+    def close(self) -> None:
+        """Nobody reads on."""
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
+
+    def _begin_to_gather(self) -> None:
+        pause_s = self._pause_s()
+        if pause_s > 0 and not self.request.has_ended:
+            self._gathering = asyncio.get_running_loop().call_later(pause_s, self._stop_gathering)
+
+    def _stop_gathering(self) -> None:
+        self._gathering = None
+        self._news.set()
+
+    async def _next_news(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+
+def _tokens_lost(request: LiveRequest, first_index: int) -> Internal:
+    return Internal(
+        f"request {request.spec.request_id}: the scheduler sent token {first_index} where token "
+        f"{len(request.token_ids)} is the next one; the generation cannot go on, send it again",
+        reason="TOKENS_LOST",
+        next_index=len(request.token_ids),
+        sent_index=first_index,
+    )

@@ -1,0 +1,73 @@
+"""One output's text: detokenised as tokens come, cut at stop strings, remembered per token for readers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from gateway.text import IncrementalDetokenizer, StopMatcher
+
+
+class OutputText:
+    """Text that became certain, with the place that each token ends at.
+
+    It is kept as UTF-8 with four bytes of index per token: a slow or resuming reader then costs no more than
+    that, and gets the very text that any other reader gets, wherever it begins.
+    """
+
+    def __init__(
+        self, detokenizer: IncrementalDetokenizer | None, *, stop_strings: Sequence[str], min_tokens: int = 0
+    ) -> None:
+        """detokenizer: None for a model without text, whose output then has none.
+
+        min_tokens: stop strings are not looked for before the output has so many tokens.
+        """
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stop_strings)
+        self._min_tokens = min_tokens
+        self._bytes = bytearray()
+        self._ends = array("I")
+
+    def __repr__(self) -> str:
+        return f"<OutputText {len(self._bytes)} bytes of {len(self._ends)} tokens>"
+
+    @property
+    def end(self) -> int:
+        """How many bytes of text are certain."""
+        return len(self._bytes)
+
+    def end_after(self, token_count: int) -> int:
+        """How many bytes of text were certain after the first `token_count` tokens."""
+        if self._detokenizer is None or token_count == 0:
+            return 0
+        return self._ends[token_count - 1]
+
+    def between(self, start: int, end: int) -> str:
+        """The text from byte `start` to `end`, both given by this object."""
+        return self._bytes[start:end].decode()
+
+    def add(self, token_id: int) -> str | None:
+        """Take in the next token; the stop string that it completed, or None."""
+        if self._detokenizer is None:
+            return None
+        text = self._detokenizer.feed((token_id,))
+        matched = self._append(text, matching=len(self._ends) + 1 >= self._min_tokens)
+        self._ends.append(len(self._bytes))
+        return matched
+
+    def flush(self) -> str | None:
+        """The output ends here: what was held back comes out. A stop string that this completes, or None."""
+        if self._detokenizer is None:
+            return None
+        matched = self._append(self._detokenizer.flush(), matching=True)
+        if matched is None:
+            self._bytes += self._matcher.flush().text_to_emit.encode()
+        return matched
+
+    def _append(self, text: str, *, matching: bool) -> str | None:
+        if not matching:
+            self._bytes += text.encode()
+            return None
+        found = self._matcher.feed(text)
+        self._bytes += found.text_to_emit.encode()
+        return found.matched

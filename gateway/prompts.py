@@ -1,0 +1,76 @@
+"""Prompts to token ids: text and conversations go through the bounded pool, never on the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chipmesh.inference.v1alpha1 import inference_pb2 as pb
+from gateway.models import ModelText, ServedModel
+from gateway.text import TextPool
+from gateway.validation import check_prompt_form, read_token_prompt
+from meshkit.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Turns prompts into tokens. max_bytes: largest text or conversation."""
+
+    pool: TextPool
+    max_bytes: int
+
+    async def read(self, prompt: pb.Prompt, model: ServedModel) -> Sequence[int]:
+        """The token ids of `prompt`; may be empty where a text holds nothing that the model has tokens for.
+
+        Raises:
+            InvalidArgument: the prompt's field at fault, with what is allowed.
+            FailedPrecondition: text or chat for a model of token ids alone.
+            ResourceExhausted: too many texts wait for the pool.
+        """
+        check_prompt_form(prompt, max_bytes=self.max_bytes)
+        form = prompt.WhichOneof("form")
+        if form == "tokens":
+            return read_token_prompt(prompt.tokens.token_ids, model)
+        text = model.require_text(field_of(prompt))
+        try:
+            if form == "text":
+                return await self.pool.run(_encode, prompt.text, text, text.add_special_tokens)
+            return await self.pool.run(_encode_chat, prompt.chat, text)
+        except InvalidArgument as error:
+            raise _at_prompt(error) from error
+
+
+def field_of(prompt: pb.Prompt) -> str:
+    """The path of the field that holds the prompt's content."""
+    form = prompt.WhichOneof("form")
+    return {"text": "prompt.text", "chat": "prompt.chat", "tokens": "prompt.tokens.token_ids"}.get(
+        form or "", "prompt"
+    )
+
+
+def as_repeated(token_ids: Sequence[int]) -> Sequence[int]:
+    """`token_ids` as a repeated field: four bytes each, and copied into the next message without a loop.
+
+    A live request keeps its prompt for replay, and a long one would hold the event loop for 10 ms each time.
+    """
+    return pb.TokenPrompt(token_ids=token_ids).token_ids
+
+
+def _encode(text: str, model_text: ModelText, add_special_tokens: bool) -> Sequence[int]:
+    token_ids = model_text.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return as_repeated(token_ids)
+
+
+def _encode_chat(chat: pb.ChatPrompt, model_text: ModelText) -> Sequence[int]:
+    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+    # The template has written the special tokens already.
+    return _encode(model_text.template.render(messages), model_text, False)
+
+
+def _at_prompt(error: InvalidArgument) -> InvalidArgument:
+    """The text package knows its own fields; a client knows them below `prompt`."""
+    if error.field is None or error.field.startswith("prompt"):
+        return error
+    return InvalidArgument(
+        f"prompt.{error.message}", field=f"prompt.{error.field}", reason=error.reason, **error.metadata
+    )

@@ -1,0 +1,123 @@
+"""InferenceService: translation between its messages and the gateway's own types, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from chipmesh.inference.v1alpha1 import inference_pb2 as pb
+from chipmesh.inference.v1alpha1 import inference_pb2_grpc
+from gateway.generation import Generations
+from gateway.generation_spec import Finish, FinishReason, GenerationSpec
+from gateway.live_request import LiveRequest, Output, OutputReader
+from meshkit.errors import Internal
+
+if TYPE_CHECKING:
+    from meshkit.rpc.handlers import Context
+
+SERVICE_NAME = "chipmesh.inference.v1alpha1.InferenceService"
+
+_REASONS = {
+    FinishReason.STOP: pb.Finished.REASON_STOP,
+    FinishReason.LENGTH: pb.Finished.REASON_LENGTH,
+    FinishReason.CANCELLED: pb.Finished.REASON_CANCELLED,
+}
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """What clients call. Errors are `MeshError`s, which the server's interceptor turns into statuses."""
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """See the proto."""
+        following = self._generations.generate(request, time_left_s=context.time_remaining())
+        async with following as reader, aclosing(_events(reader)) as events:
+            async for event in events:
+                yield pb.GenerateResponse(event=event)
+
+    async def ResumeGeneration(
+        self, request: pb.ResumeGenerationRequest, context: Context
+    ) -> AsyncIterator[pb.ResumeGenerationResponse]:
+        """See the proto. `accepted` comes first here, too: the client may have lost it."""
+        following = self._generations.resume(request.request_id, next_index=request.next_index)
+        async with following as reader, aclosing(_events(reader)) as events:
+            async for event in events:
+                yield pb.ResumeGenerationResponse(event=event)
+
+    async def CancelGeneration(
+        self, request: pb.CancelGenerationRequest, context: Context
+    ) -> pb.CancelGenerationResponse:
+        """See the proto."""
+        return pb.CancelGenerationResponse(cancelled=self._generations.cancel(request.request_id))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        """See the proto."""
+        return pb.ListModelsResponse(
+            models=[
+                pb.Model(name=model.name, context_tokens=model.context_tokens, vocab_size=model.vocab_size)
+                for model in self._generations.models
+            ]
+        )
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """See the proto."""
+        model = self._generations.models.find(request.model)
+        model.require_text("model")
+        token_ids = await self._generations.prompts.read(request.prompt, model)
+        return pb.TokenizeResponse(token_ids=token_ids)
+
+
+async def _events(reader: OutputReader) -> AsyncGenerator[pb.GenerationEvent, None]:
+    request = reader.request
+    yield pb.GenerationEvent(accepted=_accepted(request.spec))
+    async for output in reader:
+        yield pb.GenerationEvent(output=_output(output))
+    yield pb.GenerationEvent(finished=_finished(request))
+
+
+def _accepted(spec: GenerationSpec) -> pb.Accepted:
+    stop = spec.stop
+    return pb.Accepted(
+        request_id=spec.request_id,
+        model=spec.model,
+        effective_sampling=pb.SamplingOptions(**asdict(spec.sampling)),
+        effective_stop=pb.StopOptions(
+            max_tokens=stop.max_tokens,
+            stop_strings=stop.stop_strings,
+            stop_token_ids=stop.stop_token_ids,
+            ignore_eos=stop.ignore_eos,
+            min_tokens=stop.min_tokens,
+        ),
+        prompt_token_ids=spec.prompt_token_ids,
+    )
+
+
+def _output(output: Output) -> pb.Output:
+    return pb.Output(
+        first_index=output.first_index,
+        token_ids=output.token_ids,
+        text=output.text,
+        logprobs=output.logprobs,
+    )
+
+
+def _finished(request: LiveRequest) -> pb.Finished:
+    end = request.end
+    if not isinstance(end, Finish):
+        raise Internal("a reader came to the end of a request that has not ended well")
+    return pb.Finished(
+        reason=_REASONS[end.reason],
+        matched_stop=end.matched_stop,
+        usage=pb.Usage(
+            prompt_tokens=len(request.spec.prompt_token_ids),
+            completion_tokens=len(request.token_ids),
+            cached_tokens=request.cached_tokens or 0,
+        ),
+        placement=pb.Placement(**asdict(request.placement)),
+    )

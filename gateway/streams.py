@@ -1,0 +1,117 @@
+"""The table of live requests, and of those that ended a short while ago and can still be resumed."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from gateway.live_request import LiveRequest
+from meshkit.errors import AlreadyExists, NotFound, ResourceExhausted
+
+RETRY_AFTER_S = 1.0
+
+
+class StreamTable:
+    """Requests by id. An id is reserved before its prompt is tokenised, so a refusal costs nothing.
+
+    max_live: reserved and live requests together. keep_finished_s: seconds on `clock`, which is monotonic.
+    At most `max_live` ended requests are kept, whatever their age.
+    """
+
+    def __init__(
+        self, *, max_live: int, keep_finished_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_live = max_live
+        self._keep_finished_s = keep_finished_s
+        self._clock = clock
+        self._reserved: set[str] = set()
+        self._live: dict[str, LiveRequest] = {}
+        self._finished: OrderedDict[str, tuple[float, LiveRequest]] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<StreamTable {len(self._live)} live, {len(self._finished)} finished>"
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        """The live requests, as they are now."""
+        return iter(list(self._live.values()))
+
+    @property
+    def busy_count(self) -> int:
+        """Reserved and live requests."""
+        return len(self._reserved) + len(self._live)
+
+    def reserve(self, request_id: str) -> None:
+        """Take a place and an id.
+
+        Raises:
+            AlreadyExists: a live request has the id.
+            ResourceExhausted: all places are taken.
+        """
+        if request_id in self._reserved or request_id in self._live:
+            raise AlreadyExists(
+                f"request_id {request_id!r} belongs to a live request; choose another, leave it empty, or "
+                "use ResumeGeneration to follow that request",
+                field="request_id",
+                reason="REQUEST_ID_IN_USE",
+            )
+        if self.busy_count >= self._max_live:
+            raise ResourceExhausted(
+                f"{self.busy_count} requests are live at this gateway, the limit is {self._max_live}; "
+                f"try again in {RETRY_AFTER_S:g} s",
+                reason="TOO_MANY_REQUESTS",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._reserved.add(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Give a reserved place back: the request was refused. Idempotent."""
+        self._reserved.discard(request_id)
+
+    def add(self, request: LiveRequest) -> None:
+        """Turn a reserved place into a live request."""
+        request_id = request.spec.request_id
+        self._reserved.remove(request_id)
+        self._finished.pop(request_id, None)
+        self._live[request_id] = request
+
+    def retire(self, request: LiveRequest, *, keep: bool) -> None:
+        """A live request has ended; keep: it may be resumed for a while. Idempotent."""
+        request_id = request.spec.request_id
+        if self._live.get(request_id) is request:  # The id may belong to another by now.
+            del self._live[request_id]
+            if keep:
+                self._finished[request_id] = (self._clock(), request)
+        self._drop_expired()
+
+    def find(self, request_id: str) -> LiveRequest:
+        """A live request, or one that ended a short while ago.
+
+        Raises:
+            NotFound: it is not known here, or not any more.
+        """
+        self._drop_expired()
+        request = self._live.get(request_id)
+        if request is not None:
+            return request
+        kept = self._finished.get(request_id)
+        if kept is None:
+            raise NotFound(
+                f"request_id {request_id[:200]!r} is not known here (any more); ended requests are kept for "
+                f"{self._keep_finished_s:g} s, at the gateway that accepted them; send the request again",
+                field="request_id",
+                reason="REQUEST_NOT_FOUND",
+            )
+        return kept[1]
+
+    def find_live(self, request_id: str) -> LiveRequest | None:
+        """The live request of that id, if there is one."""
+        return self._live.get(request_id)
+
+    def _drop_expired(self) -> None:
+        oldest_allowed = self._clock() - self._keep_finished_s
+        while self._finished:
+            request_id, (ended_at, _) = next(iter(self._finished.items()))
+            if ended_at > oldest_allowed and len(self._finished) <= self._max_live:
+                return
+            del self._finished[request_id]

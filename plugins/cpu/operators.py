@@ -1,0 +1,161 @@
+"""Operators on the host: packed oneDNN products, torch's fused normalisation and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from plugins.cpu.memory import PackedWeight
+from plugins.sdk.operators import OperatorSet
+from plugins.sdk.reference import sampling
+
+_LEAST_ROWS = 4
+"""A single row runs faster as one of four: oneDNN's kernel for one row reads the weights more slowly."""
+_CANDIDATES = 1024
+"""Largest scores looked at first by top-p; only a distribution flatter than that is sorted as a whole."""
+
+
+class CpuOperators(OperatorSet):
+    """Covers the whole catalogue."""
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """torch's gather of rows."""
+        return functional.embedding(token_ids, weight)
+
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        """oneDNN on a packed weight, else torch's own product (a dtype that oneDNN cannot pack here)."""
+        if not isinstance(weight, PackedWeight):
+            return functional.linear(x, weight, bias)
+        rows = x.shape[0]
+        if rows < _LEAST_ROWS:
+            x = x.repeat(_LEAST_ROWS, 1)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.packed, bias, "none", [], "")
+        return product[:rows]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """torch's fused kernel."""
+        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """torch's fused kernel after a plain sum."""
+        total = x + residual
+        return functional.rms_norm(total, (total.shape[-1],), weight, eps), total
+
+    def rotary(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Both tensors with one look-up."""
+        half = cos_sin.shape[1] // 2
+        rows = cos_sin[positions].to(query.dtype).unsqueeze(1)
+        cos, sin = rows[..., :half], rows[..., half:]
+        return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Two passes, no concatenation."""
+        half = gate_up.shape[-1] // 2
+        return functional.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, cells: Tensor) -> None:
+        """Rows copied by index."""
+        flat = kv_cache.view(2, -1, *kv_cache.shape[3:])
+        flat[0].index_copy_(0, cells, key.to(kv_cache.dtype))
+        flat[1].index_copy_(0, cells, value.to(kv_cache.dtype))
+
+    def attention_prefill(
+        self, query: Tensor, kv_cache: Tensor, page_ids: Tensor, start: int, scale: float
+    ) -> Tensor:
+        """Flash attention over the gathered pages."""
+        count, heads, size = query.shape
+        keys, values = _gather(kv_cache, page_ids.unsqueeze(0), query.dtype)
+        total = start + count
+        keys, values = keys[:, :, :total], values[:, :, :total]
+        mask = None
+        if start:
+            mask = torch.ones(count, total, dtype=torch.bool).tril_(start)
+        attended = functional.scaled_dot_product_attention(
+            query.transpose(0, 1).unsqueeze(0),
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=not start,
+            scale=scale,
+            enable_gqa=True,
+        )
+        return attended.squeeze(0).transpose(0, 1).reshape(count, heads, size)
+
+    def attention_decode(
+        self, query: Tensor, kv_cache: Tensor, page_table: Tensor, lengths: Tensor, mask: Tensor, scale: float
+    ) -> Tensor:
+        """All rows at once over padded gathers; the query heads of a key/value head form its rows."""
+        rows, heads, size = query.shape
+        keys, values = _gather(kv_cache, page_table, query.dtype)
+        groups = keys.shape[1]
+        attended = functional.scaled_dot_product_attention(
+            query.view(rows, groups, heads // groups, size),
+            keys,
+            values,
+            attn_mask=mask[:, None, None, :],
+            scale=scale,
+        )
+        return attended.reshape(rows, heads, size)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """torch's own."""
+        return logits.argmax(dim=-1)
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        uniform: Tensor,
+    ) -> Tensor:
+        """As the reference, without sorting what no filter asks for."""
+        scores = sampling.scaled_scores(logits, temperature)
+        floor = sampling.min_p_floor(min_p)
+        if bool((top_k > 0).any()) or bool((top_p < 1).any()):
+            floor = torch.maximum(floor, _filter_floor(scores, top_k, top_p))
+        return sampling.draw(scores, floor, uniform)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half:]
+    rotated = torch.empty(x.shape, dtype=x.dtype)
+    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=rotated[..., half:]).addcmul_(first, sin)
+    return rotated
+
+
+def _gather(kv_cache: Tensor, page_table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [b, g, pages * page size, d] of each row's pages."""
+    rows = page_table.shape[0]
+    _, pages, _, groups, size = kv_cache.shape
+    flat = kv_cache.view(2, pages, -1)
+    # An embedding look-up is torch's fastest gather of whole rows.
+    gathered = (functional.embedding(page_table, part).view(rows, -1, groups, size) for part in flat)
+    keys, values = (part.to(dtype).transpose(1, 2) for part in gathered)
+    return keys, values
+
+
+def _filter_floor(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The floor of top-k and top-p from the largest scores, from all of them where those do not reach p."""
+    count = min(scores.shape[1], max(_CANDIDATES, int(top_k.max())))
+    largest = scores.topk(count, dim=-1).values
+    by_k = sampling.top_k_floor(largest, top_k)
+    by_p, found = sampling.top_p_floor(scores, largest, by_k, top_p)
+    if not bool(found.all()):
+        by_p = by_p.masked_fill(~found, float("-inf"))
+        if count < scores.shape[1]:
+            flat = torch.nonzero(~found).squeeze(1)
+            by_p[flat] = _sorted_top_p(scores[flat], by_k[flat], top_p[flat])
+    return torch.maximum(by_k, by_p)
+
+
+def _sorted_top_p(scores: Tensor, by_k: Tensor, top_p: Tensor) -> Tensor:
+    ordered = scores.sort(dim=-1, descending=True).values
+    by_p, found = sampling.top_p_floor(scores, ordered, by_k, top_p)
+    return by_p.masked_fill(~found, float("-inf"))

@@ -1,0 +1,147 @@
+"""Device and memory management of a host, for plugins whose chip is the host itself. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshkit.errors import InvalidArgument, NotFound
+from plugins.sdk.device import DeviceManager, DeviceProperties
+from plugins.sdk.host_limits import processor_name, read_memory_limit, usable_cpus
+from plugins.sdk.memory import MemoryStats, PooledMemory
+from plugins.sdk.tensors import HostTensor
+
+
+class HostDevices(DeviceManager):
+    """One device, 0: the host. Work ends before a call returns, so streams and events are ids that are
+    checked.
+
+    threads: compute threads; None: the processors that this process may use.
+    """
+
+    def __init__(self, *, threads: int | None = None, attributes: Mapping[str, str] | None = None) -> None:
+        self._threads = threads or usable_cpus()
+        self._attributes = dict(attributes or {})
+        self._ids = itertools.count()
+        self._streams: set[str] = set()
+        self._events: dict[str, str] = {}
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """True: the device is the host."""
+        return True
+
+    def list_devices(self) -> Sequence[DeviceProperties]:
+        """The host."""
+        return (self.properties(0),)
+
+    def properties(self, device: int) -> DeviceProperties:
+        """Memory as the control group allows, threads as configured."""
+        _check_device(device)
+        memory = read_memory_limit()
+        return DeviceProperties(
+            index=0,
+            name=processor_name(),
+            memory_total_bytes=memory.total_bytes,
+            memory_free_bytes=memory.free_bytes,
+            compute_units=self._threads,
+            attributes={
+                "architecture": platform.machine(),
+                "usable_cpus": str(usable_cpus()),
+                "memory_limit_source": memory.source,
+                **self._attributes,
+            },
+        )
+
+    def create_stream(self, device: int) -> str:
+        """A checked id."""
+        _check_device(device)
+        stream_id = f"stream-{next(self._ids)}"
+        self._streams.add(stream_id)
+        return stream_id
+
+    def destroy_stream(self, stream_id: str) -> None:
+        """Forget the stream and its events."""
+        self._streams.discard(stream_id)
+        self._events = {event: owner for event, owner in self._events.items() if owner != stream_id}
+
+    def record_event(self, stream_id: str) -> str:
+        """A checked id; all work before it has ended."""
+        self._check_stream(stream_id)
+        event_id = f"event-{next(self._ids)}"
+        self._events[event_id] = stream_id
+        return event_id
+
+    def wait_event(self, stream_id: str, event_id: str) -> None:
+        """Nothing to wait for."""
+        self._check_stream(stream_id)
+        if event_id not in self._events:
+            raise NotFound(f"event {event_id!r} does not exist", field="event_id")
+
+    def synchronize(self, device: int, stream_id: str | None = None) -> None:
+        """Nothing to wait for."""
+        _check_device(device)
+        if stream_id is not None:
+            self._check_stream(stream_id)
+
+    def _check_stream(self, stream_id: str) -> None:
+        if stream_id not in self._streams:
+            raise NotFound(f"stream {stream_id!r} does not exist", field="stream_id")
+
+
+class HostMemory(PooledMemory):
+    """Host memory without a tensor framework: buffers are bytes, tensors numpy arrays (bfloat16 as its
+    bits).
+    """
+
+    def stats(self, device: int) -> MemoryStats:
+        """The control group's limit, and what this process has allocated here."""
+        _check_device(device)
+        limit = read_memory_limit()
+        return MemoryStats(
+            total_bytes=limit.total_bytes,
+            free_bytes=limit.free_bytes,
+            allocated_bytes=sum(self._allocated.values()),
+            pooled_bytes=self._pooled(None) + self._pooled(0),
+            peak_allocated_bytes=sum(self._peak.values()),
+        )
+
+    def upload(self, value: HostTensor, device: int) -> Any:
+        """A numpy array; bfloat16 comes as uint16."""
+        _check_device(device)
+        return np.frombuffer(value.data, dtype=_NUMPY_DTYPES[value.dtype]).reshape(value.shape).copy()
+
+    def download(self, tensor: Any) -> HostTensor:
+        """From a numpy array; uint16 goes as bfloat16."""
+        array = np.ascontiguousarray(tensor)
+        dtype = _CONTRACT_DTYPES.get(array.dtype)
+        if dtype is None:
+            raise InvalidArgument(f"numpy dtype {array.dtype} is not on the contract", field="dtype")
+        return HostTensor(dtype, array.shape, array.tobytes())
+
+    def _reserve(self, nbytes: int, device: int | None) -> Any:
+        _check_device(device or 0)
+        return bytearray(nbytes)
+
+    def _view(self, memory: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        count = int(np.prod(shape, dtype=np.int64))
+        return np.frombuffer(memory, dtype=_NUMPY_DTYPES[dtype], count=count).reshape(shape)
+
+    def _bytes_of(self, memory: Any) -> memoryview:
+        return memoryview(memory)
+
+
+_NUMPY_DTYPES = {
+    name: np.dtype(np.uint16 if name == "bfloat16" else name)
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
+}
+_CONTRACT_DTYPES = {dtype: name for name, dtype in _NUMPY_DTYPES.items()}
+
+
+def _check_device(device: int) -> None:
+    if device != 0:
+        raise NotFound(f"device {device} does not exist; there is device 0 only", field="device")

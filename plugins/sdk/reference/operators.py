@@ -1,0 +1,104 @@
+"""Reference operators: written to be read, float32 accumulation whatever the dtype, one sequence at a time.
+
+Shapes: t tokens, h query heads, g key/value heads, d head size, i inner size. One layer's KV cache is
+[2, pages, page size, g, d]: keys, then values; cell c is page c // page size, offset c % page size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of weight [vocab, hidden] for token_ids [t] (int64) -> [t, hidden]."""
+    return weight[token_ids]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [t, in] times weight [out, in] transposed, plus bias [out] -> [t, out] in x's dtype."""
+    product = x.float() @ weight.float().T
+    if bias is not None:
+        product = product + bias.float()
+    return product.to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x**2) + eps) * weight over the last dimension (Zhang & Sennrich 2019, without the
+    mean).
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual)."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rotary(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate query [t, h, d] and key [t, g, d] by position (Su et al. 2021, halves as Hugging Face has them).
+
+    positions: int64 [t]. cos_sin: float32 [context, d]; the first d/2 columns are cosines, the rest sines.
+    """
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up [t, 2i], gate first -> [t, i]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, cells: Tensor) -> None:
+    """Write key and value [t, g, d] to cells [t] (int64) of one layer's cache, in place."""
+    flat = kv_cache.flatten(1, 2)
+    flat[0, cells] = key.to(kv_cache.dtype)
+    flat[1, cells] = value.to(kv_cache.dtype)
+
+
+def attention_prefill(query: Tensor, kv_cache: Tensor, page_ids: Tensor, start: int, scale: float) -> Tensor:
+    """Causal attention of one sequence's run of tokens over all that its pages hold up to each of them.
+
+    query: [n, h, d], positions start to start + n - 1, whose keys and values are written already.
+    page_ids: int64 [pages], the sequence's page table. -> [n, h, d].
+    """
+    count = query.shape[0]
+    keys, values = _read_sequence(kv_cache, page_ids, start + count, query.shape[1])
+    scores = torch.einsum("nhd,lhd->hnl", query.float(), keys) * scale
+    own = torch.arange(start, start + count, device=query.device).unsqueeze(1)
+    hidden = torch.arange(start + count, device=query.device).unsqueeze(0) > own
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hnl,lhd->nhd", weights, values).to(query.dtype)
+
+
+def attention_decode(
+    query: Tensor, kv_cache: Tensor, page_table: Tensor, lengths: Tensor, mask: Tensor, scale: float
+) -> Tensor:
+    """Attention of one token of each of b sequences over its pages.
+
+    query: [b, h, d]. page_table: int64 [b, pages]. lengths: int64 [b], tokens that each sequence has, its
+    new one
+    included. mask: [b, pages * page size], 0 below the length, -inf from it on: the same in another form, for
+    kernels that want it. -> [b, h, d].
+    """
+    rows = [
+        attention_prefill(query[row : row + 1], kv_cache, page_table[row], int(length) - 1, scale)
+        for row, length in enumerate(lengths.tolist())
+    ]
+    return torch.cat(rows)
+
+
+def _read_sequence(kv_cache: Tensor, page_ids: Tensor, length: int, heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [length, heads, d] in float32, each key/value head repeated for its query heads."""
+    cells = kv_cache[:, page_ids].flatten(1, 2)[:, :length].float()
+    repeated = cells.repeat_interleave(heads // cells.shape[2], dim=2)
+    return repeated[0], repeated[1]

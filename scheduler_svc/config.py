@@ -1,0 +1,92 @@
+"""The scheduler's configuration: groups, ceilings, leases and deadlines."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from meshkit.config import FrozenConfig, ServiceConfig
+from scheduler_svc.core.policy import make_policy
+
+DEFAULT_CHUNK_TOKENS = 2048
+"""Prompt tokens of a step where neither worker, group nor scheduler says."""
+
+
+class GroupConfig(FrozenConfig):
+    """A set of replicas that serve one model with a weight.
+
+    chunked_prefill_size (tokens) and max_running_requests are ceilings: a replica that reports less gets
+    less.
+    """
+
+    name: str = Field(min_length=1)
+    model: str = Field(min_length=1)
+    weight: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    chunked_prefill_size: PositiveInt | None = None
+    max_running_requests: PositiveInt | None = None
+
+
+class SchedulerConfig(ServiceConfig):
+    """Everything that the scheduler can be told. Times are in seconds.
+
+    strict_groups: a worker may join only a group named here; otherwise its group is made with weight 1.
+    step_deadline_floor_s, step_deadline_factor: a step may take max(floor, factor × predicted time).
+    attach_timeout_s: bound of each of the two calls that attach to an executor.
+    reattach_backoff_s, reattach_backoff_max_s: pause between attempts to attach, doubled after each failure.
+    drain_timeout_s: how long running requests may go on at SIGTERM, and by default in DrainWorker.
+    identity_check_delay_s: idle time of a replica after which its page identity is checked.
+    forget_lost_after_s: how long a lost worker is still shown.
+    """
+
+    groups: tuple[GroupConfig, ...] = ()
+    strict_groups: bool = False
+    schedule_policy: str = "fcfs"
+    chunked_prefill_size: PositiveInt | None = None
+    max_running_requests: PositiveInt | None = None
+    enable_radix_cache: bool = True
+    enable_mixed_chunk: bool = True
+    enable_overlap: bool = True
+    max_queued_requests: PositiveInt = 1024
+    heartbeat_interval_s: PositiveFloat = 0.25
+    lease_duration_s: PositiveFloat = 1.0
+    step_deadline_floor_s: PositiveFloat = 30.0
+    step_deadline_factor: float = Field(default=10.0, ge=1.0)
+    attach_timeout_s: PositiveFloat = 5.0
+    reattach_backoff_s: PositiveFloat = 0.05
+    reattach_backoff_max_s: PositiveFloat = 2.0
+    drain_timeout_s: float = Field(default=30.0, ge=0.0)
+    identity_check_delay_s: float = Field(default=0.1, ge=0.0)
+    forget_lost_after_s: PositiveFloat = 300.0
+    max_message_bytes: PositiveInt = 64 * 1024 * 1024
+
+    @field_validator("groups")
+    @classmethod
+    def _names_are_unique(cls, groups: tuple[GroupConfig, ...]) -> tuple[GroupConfig, ...]:
+        names = [group.name for group in groups]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"group names must be unique; given twice: {', '.join(twice)}")
+        return groups
+
+    @field_validator("schedule_policy")
+    @classmethod
+    def _policy_is_known(cls, name: str) -> str:
+        make_policy(name)
+        return name
+
+    @model_validator(mode="after")
+    def _leases_outlive_heartbeats(self) -> SchedulerConfig:
+        if self.lease_duration_s < 2 * self.heartbeat_interval_s:
+            raise ValueError(
+                f"lease_duration_s is {self.lease_duration_s}; it must be at least twice "
+                f"heartbeat_interval_s ({self.heartbeat_interval_s}), or one late heartbeat ends a lease"
+            )
+        return self
+
+    @property
+    def depth(self) -> int:
+        """Steps in flight at most."""
+        return 2 if self.enable_overlap else 1
+
+    def group(self, name: str) -> GroupConfig | None:
+        """The group configured under `name`, or None."""
+        return next((group for group in self.groups if group.name == name), None)

@@ -1,0 +1,525 @@
+"""The batcher of one replica: which requests run, what each step computes, which pages they use.
+
+It plans from what will be, since a step may be in flight: a decoding seat will be one token longer after it.
+What a step in flight touches stays as it is until its result was applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+
+import numpy as np
+
+from scheduler_svc.core.decode_set import ROOM_TOKENS, DecodeSet
+from scheduler_svc.core.errors import IdentityViolated, RequestTooLarge
+from scheduler_svc.core.neighbours import Neighbours
+from scheduler_svc.core.output_reserve import OutputReserve
+from scheduler_svc.core.page_pool import PagePool
+from scheduler_svc.core.policy import SchedulePolicy
+from scheduler_svc.core.request_state import Move, State
+from scheduler_svc.core.seat import Seat, Ticket
+from scheduler_svc.core.steps_in_flight import PlannedChunk, StepDraft, StepsInFlight
+from scheduler_svc.core.structures import (
+    Admission,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PageAppend,
+    PageCounts,
+    PageId,
+    Placed,
+    PrefillChunk,
+    ReplicaId,
+    ReplicaLimits,
+    Request,
+    RequestId,
+    Slot,
+    SlotFailure,
+    StepPlan,
+    StepResult,
+    TokensMade,
+)
+from scheduler_svc.core.token_key import TOKEN_BYTES, token_key
+from scheduler_svc.core.waiting_queue import WaitingQueue
+
+_RETRY_TICKS = 8
+"""A request that found no room is tried again when something changed, or after so many decode steps."""
+
+
+class Batcher:
+    """All requests of one replica, from `add` to their last event.
+
+    limits: of the replica; policy: the order of admission, not shared with another batcher;
+    conservativeness: how much is kept free for those that run when one more is admitted, 1 as usual.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: ReplicaLimits,
+        policy: SchedulePolicy,
+        replica: ReplicaId,
+        conservativeness: float = 1.0,
+    ) -> None:
+        self.limits = limits
+        self.replica = replica
+        self.retracted_count = 0
+        """Retractions so far."""
+        self.room_tokens = min(limits.context_tokens, limits.page_count * limits.page_size)
+        """Longest sequence that fits, prompt and output together."""
+        self._pool = PagePool(limits)
+        self._waiting = WaitingQueue(policy, matched_tokens=self._matched_tokens_of)
+        self._neighbours = Neighbours(page_size=limits.page_size)
+        self._reserve = OutputReserve(conservativeness=conservativeness)
+        self._tickets: dict[RequestId, Ticket] = {}
+        self._prefilling: dict[Slot, Seat] = {}
+        self._decoding = DecodeSet(page_size=limits.page_size)
+        self._seats: dict[Slot, Seat] = {}
+        """Those in their slots: prefilling and decoding."""
+        self._leaving: list[Seat] = []
+        """Those out of their slots whose pages a step in flight still touches."""
+        self._to_release: list[Seat] = []
+        """Those whose slot the executor does not yet know to be released."""
+        self._free_slots = [Slot(slot) for slot in reversed(range(limits.max_running_requests))]
+        self._steps = StepsInFlight()
+        self._next_seq = 1
+        self._last_decode_seq = 0
+        self._may_admit = True
+        """Whether admission is worth a try: false after one that found no room, until something changes."""
+        self._events: list[Event] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"<Batcher {self.replica} [running: {self.running}, waiting: {self.waiting}, "
+            f"in flight: {self.steps_in_flight}] {self._pool!r}>"
+        )
+
+    # ------------------------------------------------------------ what it has
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps planned whose results have not been applied."""
+        return len(self._steps)
+
+    @property
+    def running(self) -> int:
+        """Requests that have or had a slot and are not finished."""
+        return len(self._tickets) - len(self._waiting)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def pages(self) -> PageCounts:
+        """Pages by owner."""
+        return self._pool.counts(self._holders())
+
+    @property
+    def evictable_pages(self) -> int:
+        """Cached pages that no request uses now."""
+        return self._pool.tree.evictable_count
+
+    def fits(self, request: Request) -> bool:
+        """Whether the replica could ever make a token of this request."""
+        return request.length < self.room_tokens
+
+    def matched_tokens(self, request: Request, *, key: bytes | None = None) -> int:
+        """Tokens of a request that are cached here. `key`: its `token_key`, where the caller has it."""
+        if key is None:
+            key = token_key(request.prompt) + token_key(request.output)
+        return self._pool.find(key, salt=request.salt).depth * self.limits.page_size
+
+    # ------------------------------------------------------------ requests
+
+    def add(self, request: Request) -> None:
+        """Take a request into the queue; one that brings output tokens goes on after them.
+
+        It ends with LENGTH at its own limit, or where the replica's room ends (the longest sequence, or all
+        of its pages), whichever comes first.
+
+        Raises:
+            RequestTooLarge: not even one token more would fit.
+            ValueError: the prompt is empty, there is nothing left to make, or it is here already.
+        """
+        if not request.prompt or len(request.output) >= request.max_output_tokens:
+            raise ValueError(
+                f"request {request.id} has {len(request.prompt)} prompt tokens and "
+                f"{len(request.output)} of at most {request.max_output_tokens} output tokens"
+            )
+        if request.id in self._tickets:
+            raise ValueError(f"request {request.id} is here already")
+        if not self.fits(request):
+            raise RequestTooLarge(tokens=request.length, room_tokens=self.room_tokens)
+        budget = min(request.max_output_tokens, self.room_tokens - len(request.prompt))
+        ticket = Ticket(request, token_key(request.prompt), budget)
+        self._tickets[request.id] = ticket
+        self._wait(ticket)
+
+    def cancel(self, request: Request) -> list[Event]:
+        """End a request, wherever it is. Idempotent: without effect once it has had its last event."""
+        ticket = self._tickets.get(request.id)
+        if ticket is None:
+            return []
+        self._end(ticket)
+        self._settle()
+        return [Finished(request, FinishReason.CANCELLED)]
+
+    def lose(self, *, blame: bool = True) -> list[Request]:
+        """The replica is gone: its unfinished requests, running ones first, each group oldest first.
+
+        blame: a request that was in a slot has one death more. Nothing is left here afterwards.
+        """
+        waiting = [ticket.request for ticket in self._waiting.in_order()]
+        ran = [ticket.request for ticket in self._tickets.values() if ticket.state is not State.WAITING]
+        for request in ran:
+            request.deaths += blame
+        for ticket in list(self._tickets.values()):
+            self._end(ticket)
+        self._steps.clear()
+        self._settle(all_of_them=True)
+        self._to_release.clear()
+        return sorted(ran, key=lambda request: request.id) + waiting
+
+    def flush_cache(self) -> int:
+        """Drop all cached pages that no request uses; how many."""
+        self._may_admit = True
+        return self._pool.flush()
+
+    def take_events(self) -> list[Event]:
+        """Events of planning since the last call: Placed, when a request enters a slot."""
+        events, self._events = self._events, []
+        return events
+
+    def check_identity(self) -> None:
+        """Every page has one owner, every lock a seat, every slot one place.
+
+        Raises:
+            IdentityViolated: says what does not add up.
+        """
+        self._pool.check(self._holders())
+        out = {seat.slot for seat in (*self._holders(), *self._to_release)}
+        if sorted([*self._free_slots, *out]) != list(range(self.limits.max_running_requests)):
+            raise IdentityViolated(f"slots {sorted(self._free_slots)} are free, slots {sorted(out)} are out")
+
+    def _holders(self) -> list[Seat]:
+        return [*self._seats.values(), *self._leaving]
+
+    # ------------------------------------------------------------ planning
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None where there is nothing to do (perhaps until a step in flight is applied)."""
+        draft = StepDraft(self._next_seq)
+        for seat in self._decoding.take_spent():
+            self._release(seat)
+        if self.limits.enable_mixed_chunk:
+            self._plan_decode(draft)
+            self._plan_prefill(draft)
+        else:
+            self._plan_prefill(draft)
+            if not draft.prefill:
+                self._plan_decode(draft)
+        self._plan_releases(draft)
+        plan = draft.plan()
+        if plan is not None:
+            self._next_seq += 1
+            self._steps.add(draft.in_flight())
+        return plan
+
+    def _plan_releases(self, draft: StepDraft) -> None:
+        for seat in self._to_release:
+            draft.released.append(seat.slot)
+            seat.release_planned = True
+            if seat.is_settled:
+                self._free_slots.append(seat.slot)
+        self._to_release.clear()
+
+    # ---- decoding
+
+    def _plan_decode(self, draft: StepDraft) -> None:
+        draft.pages += self._grow()
+        if self._decoding.can_decode:
+            draft.roster = self._decoding.roster()
+            self._decoding.advance()
+            self._reserve.advance()
+            self._last_decode_seq = draft.step_seq
+            if self._decoding.tick % _RETRY_TICKS == 0:
+                self._may_admit = True
+
+    def _grow(self) -> list[PageAppend]:
+        """Give each seat that needs one its next page; where there are too few, retract others."""
+        needy = self._decoding.take_needy()
+        if not needy:
+            return []
+        grown: dict[Seat, list[PageId]] = {}
+        while needy:
+            needy = self._give_pages(needy, grown)
+            if not needy or self._returning_pages() >= len(needy):
+                break
+            victim = self._least_progressed()
+            if victim is None:
+                break
+            self._retract(victim)
+            needy = [seat for seat in needy if seat is not victim]
+        self._decoding.leave_starving(needy)
+        return [
+            PageAppend(seat.slot, tuple(pages))
+            for seat, pages in grown.items()
+            if seat.ticket.state is State.DECODING
+        ]
+
+    def _give_pages(self, needy: list[Seat], grown: dict[Seat, list[PageId]]) -> list[Seat]:
+        """A page to each as far as there are any; those that still want one."""
+        pages = self._pool.take(min(len(needy), self._pool.available)) or ()
+        hungry = []
+        for seat, page in zip(needy, pages, strict=False):
+            grown.setdefault(seat, []).append(PageId(page))
+            if self._decoding.give_page(seat, page):
+                hungry.append(seat)
+        left = needy[len(pages) :] + hungry
+        return self._give_pages(left, grown) if left and self._pool.available else left
+
+    def _returning_pages(self) -> int:
+        """Pages that come back when the steps in flight were applied."""
+        return sum(len(seat.owned_pages) for seat in self._leaving)
+
+    def _least_progressed(self) -> Seat | None:
+        """The seat to retract: lowest priority, shortest output, longest input; None for the last one."""
+        if len(self._seats) <= 1:
+            return None
+        return min(
+            self._seats.values(),
+            key=lambda seat: (seat.request.priority, len(seat.request.output), -len(seat.request.prompt)),
+        )
+
+    def _retract(self, seat: Seat) -> None:
+        self.retracted_count += 1
+        self._reserve.retracted()
+        self._release(seat)
+        self._settle()
+        # What was given up for the running ones is not to be taken by the next in the queue.
+        self._may_admit = False
+
+    # ---- prefilling
+
+    def _plan_prefill(self, draft: StepDraft) -> None:
+        self._plan_releases(draft)  # Slots released by this plan can be given away by it.
+        left = self.limits.chunk_tokens
+        for seat in list(self._prefilling.values()):
+            if not left:
+                return
+            left -= self._plan_chunk(seat, left, draft)
+        if left and self._may_admit and self._waiting and self._free_slots:
+            self._admit_waiting(left, draft)
+
+    def _admit_waiting(self, left: int, draft: StepDraft) -> None:
+        """Admit in the policy's order; one that finds no room keeps those behind it waiting too."""
+        for ticket in self._waiting.in_order():
+            if not left or not self._free_slots:
+                return
+            if self._neighbours.are_worth_waiting_for(ticket.key(), self._pool.match(ticket)):
+                continue
+            seat = self._seat(ticket)
+            if seat is None:
+                break
+            draft.admitted.append(self._admission(seat))
+            left -= self._plan_chunk(seat, left, draft)
+        self._may_admit = False
+
+    def _seat(self, ticket: Ticket) -> Seat | None:
+        """Give a request a slot and pages for all its known tokens; None, and nothing done, without room."""
+        node, cached_pages = self._pool.pin(ticket)
+        cached = node.end if node is not None else 0
+        known = ticket.request.length
+        final = len(ticket.request.prompt) + ticket.budget - 1
+        needed = self._pool.pages_for(min(known + ROOM_TOKENS, final)) - cached
+        pages = self._pool.take(needed) if self._has_room(ticket, needed) else None
+        if pages is None:
+            if node is not None:
+                self._pool.tree.unlock(node)
+            return None
+        self._waiting.remove(ticket)
+        ticket.move(Move.ADMIT)
+        cached_tokens = cached * self.limits.page_size
+        seat = ticket.seat = Seat(
+            ticket=ticket,
+            request=ticket.request,
+            slot=self._free_slots.pop(),
+            key=ticket.key(),
+            known=known,
+            output_count=len(ticket.request.output),
+            page_ids=[*(cached_pages.tolist() if cached_pages is not None else ()), *pages],
+            node=node,
+            shared=cached,
+            confirmed=cached_tokens,
+            planned=cached_tokens,
+            reserve_due=self._reserve.enter(ticket.budget - len(ticket.request.output)),
+        )
+        self._seats[seat.slot] = self._prefilling[seat.slot] = seat
+        if self.limits.enable_radix_cache:
+            self._neighbours.file(seat)
+        return seat
+
+    def _has_room(self, ticket: Ticket, needed: int) -> bool:
+        """Whether `needed` pages leave enough for what runs to grow."""
+        if not self._seats:
+            return True
+        future = self._reserve.wanted_tokens(ticket.budget - len(ticket.request.output))
+        return needed + self._pool.pages_for(future) <= self._pool.available
+
+    def _admission(self, seat: Seat) -> Admission:
+        self._events.append(Placed(seat.request, self.replica, seat.planned))
+        return Admission(
+            slot=seat.slot,
+            request=seat.request,
+            output_count=seat.output_count,
+            cached_tokens=seat.planned,
+            page_ids=tuple(map(PageId, seat.page_ids)),
+        )
+
+    def _plan_chunk(self, seat: Seat, most: int, draft: StepDraft) -> int:
+        """The next run of a seat's known tokens; how many."""
+        start, end = seat.planned, min(seat.known, seat.planned + most)
+        tokens = np.frombuffer(seat.key, np.uint32, end - start, start * TOKEN_BYTES).tolist()
+        is_last = end == seat.known
+        draft.prefill.append(PrefillChunk(seat.slot, start, tokens, is_last))
+        draft.chunks.append(PlannedChunk(seat, end))
+        seat.planned, seat.last_step = end, draft.step_seq
+        if is_last:
+            seat.ticket.move(Move.PREFILL)
+            del self._prefilling[seat.slot]
+            self._decoding.join(seat)
+            draft.finished_prefills.append(seat)
+        return end - start
+
+    # ------------------------------------------------------------ results
+
+    def apply(self, result: StepResult) -> list[Event]:
+        """Take the result of the oldest step in flight.
+
+        Raises:
+            StepOutOfOrder: it is of another step. Nothing was applied.
+            ResultContradictsPlan: its slots are not those planned. Nothing was applied.
+        """
+        step = self._steps.oldest(result)
+        seats = step.seats_of(result)
+        self._steps.drop_oldest()
+        events: list[Event] = []
+        for failure in result.failures:
+            self._fail(step.seats, step.chunks, failure, events)
+        for chunk in step.chunks:
+            self._confirm_chunk(chunk)
+        self._take_tokens(seats, result, events)
+        self._settle()
+        return events
+
+    def _take_tokens(self, seats: Sequence[Seat], result: StepResult, events: list[Event]) -> None:
+        """The hot loop: once per token made."""
+        logprobs = [(logprob,) for logprob in result.logprobs] if result.logprobs else repeat(())
+        for seat, token, logprob in zip(seats, result.token_ids, logprobs, strict=False):
+            if seat.is_dropped:
+                continue
+            request = seat.request
+            output = request.output
+            output.append(token)
+            events.append(TokensMade(request, len(output) - 1, (token,), logprob))
+            if token in request.stop_token_ids:
+                self._end(seat.ticket)
+                events.append(Finished(request, FinishReason.STOP))
+            elif len(output) >= seat.ticket.budget:
+                self._end(seat.ticket)
+                events.append(Finished(request, FinishReason.LENGTH))
+
+    def _confirm_chunk(self, chunk: PlannedChunk) -> None:
+        seat = chunk.seat
+        if seat.has_failed:
+            return
+        seat.confirmed = chunk.end
+        if self._seats.get(seat.slot) is seat:
+            self._pool.confirm(seat, seat.key, chunk.end)
+            if self.limits.enable_radix_cache and chunk.end < seat.known:
+                self._neighbours.file(seat)
+            else:
+                self._neighbours.forget(seat)
+        self._may_admit = True
+
+    def _fail(
+        self,
+        samplers: Sequence[Seat],
+        chunks: Sequence[PlannedChunk],
+        failure: SlotFailure,
+        events: list[Event],
+    ) -> None:
+        computed = [*samplers, *(chunk.seat for chunk in chunks)]
+        seat = next(seat for seat in computed if seat.slot == failure.slot)
+        seat.has_failed = True
+        if not seat.is_dropped:
+            self._end(seat.ticket)
+            events.append(Failed(seat.request, failure.reason, failure.message))
+
+    # ------------------------------------------------------------ leaving
+
+    def _wait(self, ticket: Ticket) -> None:
+        self._waiting.add(ticket)
+        self._may_admit = True
+
+    def _end(self, ticket: Ticket) -> None:
+        """A request has its last event: out of the queue or its slot; tokens that still come are dropped."""
+        del self._tickets[ticket.request.id]
+        if ticket.state is State.WAITING:
+            self._waiting.remove(ticket)
+            self._may_admit = True  # It may have been the one that found no room.
+        elif ticket.seat is not None:
+            ticket.seat.is_dropped = True
+            if ticket.state is not State.LEAVING:
+                self._leave_slot(ticket.seat)
+        ticket.move(Move.END)
+
+    def _release(self, seat: Seat) -> None:
+        """A request leaves its slot before its end: retracted, or all its tokens are planned."""
+        self._leave_slot(seat)
+        seat.ticket.move(Move.RELEASE)
+
+    def _leave_slot(self, seat: Seat) -> None:
+        if seat.ticket.state is State.DECODING:
+            seat.last_step = max(seat.last_step, self._last_decode_seq)
+        del self._seats[seat.slot]
+        self._prefilling.pop(seat.slot, None)
+        self._decoding.discard(seat)
+        self._reserve.leave(seat.reserve_due)
+        self._neighbours.forget(seat)
+        self._to_release.append(seat)
+        self._leaving.append(seat)
+
+    def _settle(self, *, all_of_them: bool = False) -> None:
+        """Take back the pages of those that no step in flight touches any more."""
+        if not self._leaving:
+            return
+        touched: list[Seat] = []
+        for seat in self._leaving:
+            if seat.last_step > self._steps.applied_seq and not all_of_them:
+                touched.append(seat)
+            else:
+                self._settle_one(seat)
+        self._leaving = touched
+        self._may_admit = True
+
+    def _settle_one(self, seat: Seat) -> None:
+        self._pool.give_back(seat)
+        seat.is_settled = True
+        if seat.release_planned:
+            self._free_slots.append(seat.slot)
+        ticket = seat.ticket
+        if ticket.state is State.LEAVING:
+            ticket.seat = None
+            ticket.was_retracted = True
+            ticket.move(Move.REQUEUE)
+            self._wait(ticket)
+        else:
+            ticket.move(Move.SETTLE)
+
+    def _matched_tokens_of(self, ticket: Ticket) -> int:
+        return self._pool.match(ticket).depth * self.limits.page_size

@@ -1,0 +1,76 @@
+"""What the core raises. Each is an answer to one caller; none leaves the core half changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class SchedulerError(Exception):
+    """Root of the core's errors."""
+
+
+class UnknownModel(SchedulerError):
+    """No group serves the model."""
+
+    def __init__(self, model: str, known: Iterable[str]) -> None:
+        self.model = model
+        self.known = tuple(sorted(known))
+        super().__init__(f"model {model!r} is not served; served are: {', '.join(self.known) or 'none'}")
+
+
+class UnknownReplica(SchedulerError):
+    """No such replica in the mesh."""
+
+    def __init__(self, replica: str) -> None:
+        self.replica = replica
+        super().__init__(f"replica {replica!r} is not in the mesh")
+
+
+class UnknownPolicy(SchedulerError, ValueError):
+    """No schedule policy of that name."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(sorted(known))
+        super().__init__(f"schedule policy {name!r} is unknown; known are: {', '.join(self.known)}")
+
+
+class QueueFull(SchedulerError):
+    """As many requests wait as may wait."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        super().__init__(f"{limit} requests wait already, as many as may (max_queued_requests); retry later")
+
+
+class RequestTooLarge(SchedulerError):
+    """A request that could not make even one token, however empty the replica.
+
+    tokens: prompt and output so far; room_tokens: longest sequence that fits, prompt and output together.
+    """
+
+    def __init__(self, *, tokens: int, room_tokens: int) -> None:
+        self.tokens = tokens
+        self.room_tokens = room_tokens
+        super().__init__(
+            f"the request has {tokens} tokens; the replica has room for {room_tokens} with those still to be "
+            f"made, so at most {max(0, room_tokens - 1)} fit. Shorten the prompt"
+        )
+
+
+class StepOutOfOrder(SchedulerError):
+    """A result that is not of the oldest step in flight: a duplicate, a stale one, or a gap."""
+
+    def __init__(self, step_seq: int, expected: int | None) -> None:
+        self.step_seq = step_seq
+        self.expected = expected
+        wanted = f"that of step {expected} is next" if expected is not None else "no step is in flight"
+        super().__init__(f"a result of step {step_seq} came, but {wanted}")
+
+
+class ResultContradictsPlan(SchedulerError):
+    """A result whose slots are not those that the plan let sample: executor and core have come apart."""
+
+
+class IdentityViolated(SchedulerError):
+    """`free + cached + held == total` does not hold, or a page has two owners or none."""

@@ -1,0 +1,333 @@
+"""The mesh: groups with weights, their replicas, and the requests that no replica can take yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.batcher import Batcher
+from scheduler_svc.core.errors import QueueFull, RequestTooLarge, UnknownModel, UnknownReplica
+from scheduler_svc.core.placement import Candidate, WeightedTurns, choose_replica
+from scheduler_svc.core.policy import make_policy
+from scheduler_svc.core.structures import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PageCounts,
+    ReplicaId,
+    ReplicaLimits,
+    Request,
+    RequestId,
+)
+from scheduler_svc.core.token_key import token_key
+
+MAX_DEATHS = 2
+"""Replicas that may die under a request before it is quarantined."""
+
+
+@dataclass(slots=True)
+class _Replica:
+    batcher: Batcher
+    draining: bool = False
+
+
+@dataclass(slots=True)
+class _Group:
+    name: str
+    model: str
+    weight: float
+    replicas: dict[ReplicaId, _Replica] = field(default_factory=dict)
+
+    def takers(self, request: Request) -> list[Batcher]:
+        """Batchers that can take a request."""
+        return [
+            replica.batcher
+            for replica in self.replicas.values()
+            if not replica.draining and replica.batcher.fits(request)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSnapshot:
+    """A replica now. `running` and `waiting`: requests; `retracted_count`: so far."""
+
+    replica: ReplicaId
+    draining: bool
+    running: int
+    waiting: int
+    retracted_count: int
+    pages: PageCounts
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSnapshot:
+    """A group now."""
+
+    name: str
+    model: str
+    weight: float
+    replicas: tuple[ReplicaSnapshot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSnapshot:
+    """The mesh now. `waiting`: requests that no replica could take yet."""
+
+    waiting: int
+    groups: tuple[GroupSnapshot, ...]
+
+
+class MeshCore:
+    """Places requests on replicas; what happens there is the Batchers' business.
+
+    policy: name of a schedule policy, for every replica. max_queued_requests: requests without a slot, over
+    all queues, before new ones are refused. conservativeness: of every Batcher.
+    """
+
+    def __init__(
+        self, *, policy: str = "fcfs", max_queued_requests: int = 1024, conservativeness: float = 1.0
+    ) -> None:
+        make_policy(policy)  # An unknown name is refused here, not when the first replica comes.
+        self._policy = policy
+        self._max_queued_requests = max_queued_requests
+        self._conservativeness = conservativeness
+        self._groups: dict[str, _Group] = {}
+        self._group_of: dict[ReplicaId, _Group] = {}
+        self._turns: dict[str, WeightedTurns] = {}
+        self._unplaced: dict[RequestId, Request] = {}
+
+    def __repr__(self) -> str:
+        return f"<MeshCore {len(self._groups)} groups, {len(self._group_of)} replicas, {self.waiting} wait>"
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no replica could take yet."""
+        return len(self._unplaced)
+
+    # ------------------------------------------------------------ groups and replicas
+
+    def configure_group(self, name: str, *, model: str, weight: float) -> None:
+        """Make a group, or change its weight.
+
+        Raises:
+            ValueError: the weight is negative or not finite, or the group serves another model.
+        """
+        _check_weight(name, weight)
+        group = self._groups.setdefault(name, _Group(name, model, weight))
+        if group.model != model:
+            raise ValueError(f"group {name!r} serves {group.model!r}, not {model!r}")
+        group.weight = weight
+        self._turns.setdefault(model, WeightedTurns()).reset()
+
+    def set_weights(self, model: str, weights: Mapping[str, float]) -> list[Event]:
+        """Set the weights of all groups of a model; those left out get 0.
+
+        Returns the events of requests that could be placed only now.
+
+        Raises:
+            ValueError: a group that the model does not have, a weight that is negative or not finite, or none
+                above 0. Nothing was changed.
+        """
+        groups = {group.name: group for group in self._groups.values() if group.model == model}
+        unknown = sorted(set(weights) - set(groups))
+        if unknown:
+            known = ", ".join(sorted(groups)) or "none"
+            raise ValueError(f"model {model!r} has no group {', '.join(unknown)}; its groups are: {known}")
+        for name, weight in weights.items():
+            _check_weight(name, weight)
+        if not any(weights.values()):
+            raise ValueError(f"all weights of model {model!r} would be 0; give one group more")
+        for name, group in groups.items():
+            group.weight = weights.get(name, 0.0)
+        self._turns[model].reset()
+        return self._place_waiting()
+
+    def add_replica(self, replica: ReplicaId, *, group: str, limits: ReplicaLimits) -> list[Event]:
+        """A replica takes requests from now on; those that wait unplaced go there first.
+
+        Raises:
+            ValueError: the group is not configured, or the replica is in the mesh already.
+        """
+        if group not in self._groups:
+            known = ", ".join(self._groups) or "none"
+            raise ValueError(f"group {group!r} is not configured; there is: {known}")
+        if replica in self._group_of:
+            raise ValueError(f"replica {replica!r} is in the mesh already")
+        batcher = Batcher(
+            limits=limits,
+            policy=make_policy(self._policy),
+            replica=replica,
+            conservativeness=self._conservativeness,
+        )
+        self._groups[group].replicas[replica] = _Replica(batcher)
+        self._group_of[replica] = self._groups[group]
+        return self._place_waiting()
+
+    def remove_replica(self, replica: ReplicaId, *, blame: bool = True) -> list[Event]:
+        """A replica is gone: its requests go on elsewhere, or wait; Failed(POISONED) after two deaths.
+
+        blame: those that were running count this as a death; not so where it went in order.
+
+        Raises:
+            UnknownReplica: it is not in the mesh.
+        """
+        lost = self._replica(replica).batcher.lose(blame=blame)
+        del self._group_of.pop(replica).replicas[replica]
+        events: list[Event] = []
+        for request in lost:
+            if request.deaths >= MAX_DEATHS:
+                events.append(_poisoned(request))
+            else:
+                self._unplaced[request.id] = request
+        return events + self._place_waiting()
+
+    def drain_replica(self, replica: ReplicaId) -> None:
+        """Nothing new goes to a replica; what it has goes on.
+
+        Raises:
+            UnknownReplica: it is not in the mesh.
+        """
+        self._replica(replica).draining = True
+
+    def batcher(self, replica: ReplicaId) -> Batcher:
+        """The batcher of a replica.
+
+        Raises:
+            UnknownReplica: it is not in the mesh.
+        """
+        return self._replica(replica).batcher
+
+    def _replica(self, replica: ReplicaId) -> _Replica:
+        group = self._group_of.get(replica)
+        if group is None:
+            raise UnknownReplica(replica)
+        return group.replicas[replica]
+
+    def _batchers(self) -> Iterable[Batcher]:
+        return (known.batcher for group in self._groups.values() for known in group.replicas.values())
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, request: Request) -> list[Event]:
+        """Take a request: onto a replica, or to wait for one that is ready.
+
+        Raises:
+            UnknownModel: no group serves its model.
+            QueueFull: as many wait as may.
+            RequestTooLarge: there are ready replicas, and it fits none of them.
+        """
+        models = {group.model for group in self._groups.values()}
+        if request.model not in models:
+            raise UnknownModel(request.model, models)
+        queued = self.waiting + sum(batcher.waiting for batcher in self._batchers())
+        if queued >= self._max_queued_requests:
+            raise QueueFull(self._max_queued_requests)
+        if not self._place(request):
+            self._unplaced[request.id] = request
+        return []
+
+    def cancel(self, request: Request) -> list[Event]:
+        """End a request, wherever it is. Idempotent: without effect once it has had its last event."""
+        if self._unplaced.pop(request.id, None) is not None:
+            return [Finished(request, FinishReason.CANCELLED)]
+        for batcher in self._batchers():
+            events = batcher.cancel(request)
+            if events:
+                return events
+        return []
+
+    def _place(self, request: Request) -> bool:
+        """Put a request into the queue of a replica; False where none is ready.
+
+        Raises:
+            RequestTooLarge: there are ready replicas, and it fits none of them.
+        """
+        takers: dict[str, list[Batcher]] = {}
+        for group in self._groups.values():
+            if group.model == request.model and group.weight > 0 and (able := group.takers(request)):
+                takers[group.name] = able
+        chosen = self._turns[request.model].choose({name: self._groups[name].weight for name in takers})
+        if chosen is None:
+            self._check_size(request)
+            return False
+        _least_work(takers[chosen], request).add(request)
+        return True
+
+    def _check_size(self, request: Request) -> None:
+        """A request that no ready replica of its model can hold is told so, rather than left to wait."""
+        rooms = [
+            known.batcher.room_tokens
+            for group in self._groups.values()
+            if group.model == request.model and group.weight > 0
+            for known in group.replicas.values()
+            if not known.draining
+        ]
+        if rooms:
+            raise RequestTooLarge(tokens=request.length, room_tokens=max(rooms))
+
+    def _place_waiting(self) -> list[Event]:
+        """Try all that wait, higher priorities and older ones first."""
+        events: list[Event] = []
+        waiting = sorted(self._unplaced.values(), key=lambda request: (-request.priority, request.id))
+        for request in waiting:
+            try:
+                is_placed = self._place(request)
+            except RequestTooLarge as error:
+                events.append(Failed(request, "REQUEST_TOO_LARGE", str(error)))
+                is_placed = True
+            if is_placed:
+                del self._unplaced[request.id]
+        return events
+
+    # ------------------------------------------------------------ seeing it
+
+    def snapshot(self) -> MeshSnapshot:
+        """The whole mesh now."""
+        groups = tuple(
+            GroupSnapshot(
+                group.name,
+                group.model,
+                group.weight,
+                tuple(_snapshot(replica, known) for replica, known in group.replicas.items()),
+            )
+            for group in self._groups.values()
+        )
+        return MeshSnapshot(waiting=self.waiting, groups=groups)
+
+
+def _least_work(batchers: list[Batcher], request: Request) -> Batcher:
+    if len(batchers) == 1:
+        return batchers[0]
+    key = token_key(request.prompt) + token_key(request.output)
+    candidates = [
+        Candidate(batcher.matched_tokens(request, key=key), batcher.running + batcher.waiting)
+        for batcher in batchers
+    ]
+    return batchers[choose_replica(candidates)]
+
+
+def _snapshot(replica: ReplicaId, known: _Replica) -> ReplicaSnapshot:
+    batcher = known.batcher
+    return ReplicaSnapshot(
+        replica=replica,
+        draining=known.draining,
+        running=batcher.running,
+        waiting=batcher.waiting,
+        retracted_count=batcher.retracted_count,
+        pages=batcher.pages,
+    )
+
+
+def _poisoned(request: Request) -> Failed:
+    return Failed(
+        request,
+        "POISONED",
+        f"request {request.id} was running on {request.deaths} replicas as they died; it is not tried again",
+    )
+
+
+def _check_weight(name: str, weight: float) -> None:
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"weight of group {name!r} is {weight}; it must be at least 0")

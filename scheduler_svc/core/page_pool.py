@@ -1,0 +1,135 @@
+"""All pages of one replica: the ledger's free ones, the tree's cached ones, and those that seats hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from scheduler_svc.core.errors import IdentityViolated
+from scheduler_svc.core.page_ledger import PageArray, PageLedger
+from scheduler_svc.core.radix_tree import Node, PrefixMatch, RadixTree
+from scheduler_svc.core.seat import Seat, Ticket
+from scheduler_svc.core.structures import PageCounts, ReplicaLimits
+from scheduler_svc.core.token_key import TOKEN_BYTES
+
+
+class PagePool:
+    """Moves pages between ledger, tree and seats; each page is always in exactly one of them."""
+
+    def __init__(self, limits: ReplicaLimits) -> None:
+        self._page_size = limits.page_size
+        self._page_bytes = limits.page_size * TOKEN_BYTES
+        self._keeps_prefixes = limits.enable_radix_cache
+        self._min_cached_tokens = limits.min_cached_tokens
+        self.ledger = PageLedger(limits.page_count)
+        self.tree = RadixTree(page_size=limits.page_size)
+
+    def __repr__(self) -> str:
+        return f"<PagePool {self.ledger!r} {self.tree!r}>"
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` can give: free, or cached and not pinned."""
+        return self.ledger.free_count + self.tree.evictable_count
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-tokens // self._page_size)
+
+    # ------------------------------------------------------------ finding prefixes
+
+    def match(self, ticket: Ticket) -> PrefixMatch:
+        """The cached prefix of a waiting request. At least its last token is always computed."""
+        match = ticket.match
+        if match is None or not self.tree.still_holds(match, ticket.key()):
+            match = ticket.match = self.find(ticket.key(), salt=ticket.request.salt)
+        return match
+
+    def find(self, key: bytes, *, salt: str) -> PrefixMatch:
+        """The cached prefix that a request with these tokens could use; does not count as a use."""
+        if not self._keeps_prefixes:
+            return PrefixMatch(salt, None, 0)
+        limit = (len(key) // TOKEN_BYTES - 1) // self._page_size
+        return self.tree.match(key, salt=salt, limit=limit, touch=False)
+
+    def pin(self, ticket: Ticket) -> tuple[Node | None, PageArray | None]:
+        """Lock the cached prefix of a request that is to be admitted: the lock's node, and its pages."""
+        key = ticket.key()
+        limit = self.match(ticket).depth
+        node = self.tree.lock(self.tree.match(key, salt=ticket.request.salt, limit=limit)) if limit else None
+        return node, self.tree.pages_to(node) if node is not None else None
+
+    # ------------------------------------------------------------ moving pages
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` pages for a seat, cached ones evicted where needed; None, and none evicted, if too few."""
+        if count > self.available:
+            return None
+        missing = count - self.ledger.free_count
+        if missing > 0:
+            self.ledger.free(self.tree.evict(missing))
+        pages = self.ledger.allocate(count)
+        assert pages is not None
+        taken: list[int] = pages.tolist()
+        return taken
+
+    def confirm(self, seat: Seat, key: bytes, tokens: int) -> None:
+        """The first `tokens` tokens of a seat are in its pages: the full ones among them go to the tree."""
+        full = tokens // self._page_size
+        is_kept = self._keeps_prefixes and full * self._page_size >= self._min_cached_tokens
+        if not is_kept or full <= seat.shared:
+            return
+        known, node = self.tree.insert(
+            key[: full * self._page_bytes], seat.page_ids[:full], salt=seat.request.salt
+        )
+        seat.duplicates += seat.page_ids[seat.shared : known]
+        self.tree.lock_node(node)
+        if seat.node is not None:
+            self.tree.unlock(seat.node)
+        seat.node, seat.shared = node, full
+
+    def give_back(self, seat: Seat) -> None:
+        """Take all pages of a seat that no step touches any more: full confirmed ones are cached."""
+        tokens = seat.written_tokens()
+        if tokens:
+            self.confirm(seat, seat.ticket.key(), tokens)
+        self.ledger.free(seat.owned_pages)
+        if seat.node is not None:
+            self.tree.unlock(seat.node)
+
+    def flush(self) -> int:
+        """Free all cached pages that no seat pins; how many."""
+        flushed = self.tree.clear()
+        self.ledger.free(flushed)
+        return int(flushed.size)
+
+    # ------------------------------------------------------------ counting
+
+    def counts(self, seats: Iterable[Seat]) -> PageCounts:
+        """The pages by owner; `seats` are all that have not given theirs back."""
+        return PageCounts(
+            total=self.ledger.total,
+            free=self.ledger.free_count,
+            cached=self.tree.page_count,
+            held=sum(len(seat.duplicates) + len(seat.page_ids) - seat.shared for seat in seats),
+        )
+
+    def check(self, seats: Iterable[Seat]) -> None:
+        """Every page has exactly one owner, counters and locks are right.
+
+        Raises:
+            IdentityViolated: says what does not add up.
+        """
+        seats = list(seats)
+        self.tree.check(seat.node for seat in seats if seat.node is not None)
+        counts = self.counts(seats)
+        if counts.free + counts.cached + counts.held != counts.total:
+            raise IdentityViolated(f"free + cached + held is not total: {counts}")
+        owners = Counter(self.ledger.free_pages().tolist())
+        for node in self.tree.nodes():
+            owners.update(node.pages.tolist())
+        for seat in seats:
+            owners.update(seat.owned_pages)
+        wrong = {page: owners[page] for page in range(counts.total) if owners[page] != 1}
+        if wrong:
+            raise IdentityViolated(f"pages without an owner (0), or with several: {wrong}")

@@ -1,0 +1,112 @@
+"""A request on one replica: its ticket from `add` to its last event, and its seat while pages are its own.
+
+Who owns which pages of a request, in order of position (a page is owned by exactly one of tree and seat):
+
+    [0, cached)            the tree; found at admission, pinned by the seat's lock
+    [cached, shared)       the tree, pinned likewise: given to it as results confirmed them. Where another
+                           request had given the same tokens before, its copy is in the tree and ours is a
+                           duplicate: the executor's page table names it, so the seat owns it to the end
+    [shared, page count)   the seat: being written, or ahead of the writing
+
+And the tokens, where `known` is prompt and output at admission:
+
+    [0, cached × page)     computed by somebody else
+    [.., confirmed)        in the pages, as a result told
+    [confirmed, planned)   in steps in flight
+    [planned, known)       to be planned; from `known` on the executor feeds itself
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.radix_tree import Node, PrefixMatch
+from scheduler_svc.core.request_state import Move, State, follow
+from scheduler_svc.core.structures import Request, Slot
+from scheduler_svc.core.token_key import token_key
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request from `add` to its last event."""
+
+    request: Request
+    prompt_key: bytes
+    budget: int
+    """Output tokens at which it ends at the latest: its own limit, or where the replica's room ends."""
+    state: State = State.WAITING
+    was_retracted: bool = False
+    rank: float = 0.0
+    """Its policy's, while it waits."""
+    match: PrefixMatch | None = None
+    """The last look-up of its prefix; `RadixTree.still_holds` says whether it is good."""
+    seat: Seat | None = None
+
+    def __repr__(self) -> str:
+        return f"<Ticket of request {self.request.id}: {self.state.value}>"
+
+    def move(self, move: Move) -> None:
+        """Change the state as the table says."""
+        self.state = follow(self.state, move)
+
+    def key(self) -> bytes:
+        """The key of prompt and output so far."""
+        output = self.request.output
+        return self.prompt_key + token_key(output) if output else self.prompt_key
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A request's stay in a slot. Counts are of tokens unless they say pages."""
+
+    ticket: Ticket
+    request: Request
+    slot: Slot
+    key: bytes
+    """Of the `known` tokens."""
+    known: int
+    output_count: int
+    """Output tokens at admission."""
+    page_ids: list[int]
+    node: Node | None
+    """Where the lock sits; None: nothing is shared."""
+    shared: int
+    """Pages that the lock pins."""
+    confirmed: int
+    planned: int
+    duplicates: list[int] = field(default_factory=list)
+    origin: int = 0
+    """While it decodes: its length before the decode step of tick t is `origin + t` (decode_set.py)."""
+    reserve_due: int = 0
+    """Its tick in the OutputReserve."""
+    computing: tuple[Node | str, bytes] | None = None
+    """Under which key others find that it computes a prefix of theirs."""
+    last_step: int = 0
+    """The last step that touches its pages."""
+    is_dropped: bool = False
+    """Tokens that still come are not wanted."""
+    has_failed: bool = False
+    """The executor gave it up: it samples no more, and what it wrote is not to be trusted."""
+    release_planned: bool = False
+    is_settled: bool = False
+    """No step in flight touches it, and its pages went back."""
+
+    def __repr__(self) -> str:
+        return f"<Seat {self.slot} of request {self.request.id}: {self.ticket.state.value}>"
+
+    @property
+    def final_tokens(self) -> int:
+        """Tokens that its pages hold at the very most: the last one made is never written."""
+        return len(self.request.prompt) + self.ticket.budget - 1
+
+    @property
+    def owned_pages(self) -> list[int]:
+        """Pages that are the seat's, not the tree's."""
+        return self.duplicates + self.page_ids[self.shared :]
+
+    def written_tokens(self) -> int:
+        """Tokens from the start whose keys and values a result has confirmed."""
+        if self.has_failed:
+            return 0
+        made = len(self.request.output) > self.output_count
+        return max(self.confirmed, self.request.length - 1) if made else self.confirmed

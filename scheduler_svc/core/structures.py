@@ -1,0 +1,180 @@
+"""The core's plain data: requests, limits, step plans and results, and the events that leave the core."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NewType
+
+RequestId = NewType("RequestId", int)
+"""Number of a request in one scheduler, never used twice."""
+
+ReplicaId = NewType("ReplicaId", str)
+"""A replica's worker id and instance id, joined; a new executor is a new replica."""
+
+Slot = NewType("Slot", int)
+PageId = NewType("PageId", int)
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended well."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request with all that replay needs: continuing it anywhere is a prefill of `prompt` and `output`.
+
+    `payload` belongs to the shell (sampling parameters, trace context) and travels through the core unread.
+    """
+
+    id: RequestId
+    model: str
+    prompt: Sequence[int]
+    max_output_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    output: list[int] = field(default_factory=list)
+    priority: int = 0
+    salt: str = ""
+    needs_history: bool = False
+    """The sampler needs the tokens themselves (penalties), not only their number."""
+    deaths: int = 0
+    """Replicas that were lost while this request ran on them."""
+    payload: Any = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that a replica must hold to make the next one: prompt and output so far."""
+        return len(self.prompt) + len(self.output)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLimits:
+    """What one replica can hold and do, after the group's ceilings were applied to its report."""
+
+    page_count: int
+    page_size: int
+    """Tokens of a page."""
+    max_running_requests: int
+    chunk_tokens: int
+    """Most prompt tokens of a step."""
+    context_tokens: int
+    """Longest sequence, prompt and output together."""
+    enable_radix_cache: bool = True
+    enable_mixed_chunk: bool = True
+    min_cached_tokens: int = 0
+    """Prefixes shorter than this are not kept (`radix-attention-min-len`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request enters a slot. Mirrors AdmittedRequest of the step protocol."""
+
+    slot: Slot
+    request: Request
+    output_count: int
+    cached_tokens: int
+    page_ids: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PageAppend:
+    """Pages appended to a slot's page table."""
+
+    slot: Slot
+    page_ids: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """A run of known tokens of one slot; `last` samples one."""
+
+    slot: Slot
+    start: int
+    token_ids: Sequence[int]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step as a difference to what the executor keeps. Mirrors StepPlan of the step protocol."""
+
+    step_seq: int
+    released_slots: tuple[Slot, ...] = ()
+    admitted: tuple[Admission, ...] = ()
+    pages: tuple[PageAppend, ...] = ()
+    prefill: tuple[PrefillChunk, ...] = ()
+    decode: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFailure:
+    """A request that cannot go on, told by the executor."""
+
+    slot: Slot
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step made. `logprobs` is empty where nobody asked for them."""
+
+    step_seq: int
+    slots: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float] = ()
+    failures: Sequence[SlotFailure] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A request entered a slot of a replica, the first time or again."""
+
+    request: Request
+    replica: ReplicaId
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensMade:
+    """New tokens of a request; they are in `request.output` already."""
+
+    request: Request
+    first_index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request ended well. Last event of a request."""
+
+    request: Request
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request ended badly. Last event of a request. `reason` is UPPER_SNAKE."""
+
+    request: Request
+    reason: str
+    message: str
+
+
+Event = Placed | TokensMade | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Pages of a replica; `free + cached + held == total`."""
+
+    total: int
+    free: int
+    cached: int
+    held: int

@@ -1,0 +1,353 @@
+"""The engine: owns the core and the clocks. Commands and results go in, events go out to the sessions.
+
+Everything here runs on the event loop and returns at once, so nothing is locked. All events of one call
+reach a session together, as its stream is flushed when the loop comes round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from chipmesh.device.v1alpha1 import sampling_pb2
+from chipmesh.scheduler.v1alpha1 import session_pb2
+from meshkit.errors import DeadlineExceeded, MeshError, Unavailable
+from meshkit.telemetry.logging import get_logger
+from scheduler_svc.change_feed import ChangeFeed
+from scheduler_svc.core.batcher import Batcher
+from scheduler_svc.core.errors import IdentityViolated, SchedulerError
+from scheduler_svc.core.mesh import MeshCore
+from scheduler_svc.core.structures import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Placed,
+    ReplicaId,
+    ReplicaLimits,
+    Request,
+    RequestId,
+    StepPlan,
+    StepResult,
+    TokensMade,
+)
+from scheduler_svc.live_request import EventSink, LiveRequest, ReplicaInfo
+from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.request_errors import error_of_failure, refusal
+from scheduler_svc.request_trace import RequestTrace
+from scheduler_svc.step_time import StepTimes
+from scheduler_svc.submission import check_vocabulary, read_submission
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Replica:
+    info: ReplicaInfo
+    limits: ReplicaLimits
+    wake: Callable[[], None]
+    identity_check: asyncio.TimerHandle | None = None
+
+
+class Engine:
+    """The one owner of a MeshCore.
+
+    identity_check_delay_s: idle seconds of a replica after which its page identity is checked. Violations
+        are logged, counted, and kept in `violations` for tests.
+    """
+
+    def __init__(self, core: MeshCore, *, metrics: SchedulerMetrics, identity_check_delay_s: float) -> None:
+        self.core = core
+        self.changes = ChangeFeed()
+        self.draining = False
+        self.violations: list[str] = []
+        self._metrics = metrics
+        self._identity_check_delay_s = identity_check_delay_s
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._live: set[LiveRequest] = set()
+        self._replicas: dict[ReplicaId, _Replica] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __repr__(self) -> str:
+        return f"<Engine {len(self._live)} live requests on {len(self._replicas)} replicas>"
+
+    @property
+    def live_count(self) -> int:
+        """Requests that have not had their last event."""
+        return len(self._live)
+
+    async def wait_until_empty(self) -> None:
+        """Return once no request is live."""
+        await self._empty.wait()
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, sink: EventSink, number: int, message: session_pb2.SubmitRequest) -> None:
+        """Take a request, or tell the sink why not. The sink gets `queued` before anything else of it."""
+        trace = RequestTrace(
+            message.traceparent,
+            request_id=message.request_id,
+            model=message.model,
+            prompt_tokens=len(message.prompt_token_ids),
+        )
+        try:
+            self._admit(sink, number, message, trace)
+            return
+        except MeshError as error:
+            refused = error
+        except SchedulerError as error:
+            refused = refusal(error, context_tokens=self._context_tokens(message.model))
+        trace.failed(refused.code.name, refused.reason)
+        sink.failed(number, refused)
+
+    def _admit(
+        self, sink: EventSink, number: int, message: session_pb2.SubmitRequest, trace: RequestTrace
+    ) -> None:
+        if self.draining:
+            raise Unavailable("this scheduler is stopping and takes no new requests", reason="DRAINING")
+        request = read_submission(RequestId(next(self._numbers)), message)
+        self._check_vocabulary_of(request.model, request)
+        live = LiveRequest(
+            core=request,
+            sink=sink,
+            number=number,
+            sampling=_own_copy(message.sampling),
+            trace=trace,
+            submitted_at=self._loop.time(),
+        )
+        request.payload = live
+        events = self.core.submit(request)
+        self._live.add(live)
+        self._empty.clear()
+        if message.HasField("deadline_ms"):
+            live.expiry = self._loop.call_later(message.deadline_ms / 1000, self._expire, live)
+        sink.queued(live)
+        self._publish(events)
+        self.wake_replicas()
+
+    def cancel(self, live: LiveRequest) -> None:
+        """End a request at the gateway's wish. Idempotent."""
+        if live in self._live:
+            self._publish(self.core.cancel(live.core))
+            self.wake_replicas()
+
+    def fail(self, live: LiveRequest, error: MeshError) -> None:
+        """End a request with an error of ours. Idempotent."""
+        if live in self._live:
+            live.ending = error
+            self.cancel(live)
+
+    def fail_all(self, error: MeshError) -> None:
+        """End every live request with an error of ours."""
+        for live in list(self._live):
+            self.fail(live, error)
+
+    def _expire(self, live: LiveRequest) -> None:
+        waited_s = self._loop.time() - live.submitted_at
+        made = len(live.core.output)
+        self.fail(live, DeadlineExceeded(
+            f"deadline_ms passed after {waited_s:.3f} s with {made} output tokens; "
+            "allow more time or ask for less",
+            field="deadline_ms",
+        ))  # fmt: skip
+
+    def _check_vocabulary_of(self, model: str, request: Request) -> None:
+        sizes = [
+            replica.info.vocab_size for replica in self._replicas.values() if replica.info.model == model
+        ]
+        if sizes:
+            check_vocabulary(request, vocab_size=min(sizes))
+
+    def _context_tokens(self, model: str) -> int | None:
+        serving = [replica for replica in self._replicas.values() if replica.info.model == model]
+        return max((replica.limits.context_tokens for replica in serving), default=None)
+
+    # ------------------------------------------------------------ replicas
+
+    def add_replica(self, info: ReplicaInfo, limits: ReplicaLimits, *, wake: Callable[[], None]) -> None:
+        """A replica takes steps from now on; `wake` is called when it may have work."""
+        self._replicas[info.replica] = _Replica(info, limits, wake)
+        self._metrics.replica_added(info)
+        self._publish(self.core.add_replica(info.replica, group=info.group, limits=limits))
+        self.changes.bump()
+        self.wake_replicas()
+
+    def remove_replica(self, replica: ReplicaId, *, blame: bool = True) -> None:
+        """A replica is gone: its requests go on elsewhere, or wait. Does nothing where it is unknown.
+
+        blame: a request that was running counts this as a death, and is quarantined after too many.
+        """
+        gone = self._replicas.pop(replica, None)
+        if gone is None:
+            return
+        if gone.identity_check is not None:
+            gone.identity_check.cancel()
+        for live in self._live:
+            if live.replica == replica:
+                live.replica = None
+                live.trace.queued()
+        self._publish(self.core.remove_replica(replica, blame=blame))
+        self._metrics.replica_removed(replica)
+        self.changes.bump()
+        self.wake_replicas()
+
+    def set_weights(self, model: str, weights: Mapping[str, float]) -> None:
+        """Set the weights of all groups of a model; those left out get 0.
+
+        Raises:
+            ValueError: an unknown group, a wrong weight, or none above 0.
+        """
+        self._publish(self.core.set_weights(model, weights))
+        self.changes.bump()
+        self.wake_replicas()
+
+    def drain_replica(self, replica: ReplicaId) -> None:
+        """Nothing new goes to a replica. Idempotent; does nothing where it is unknown."""
+        if replica in self._replicas:
+            self.core.drain_replica(replica)
+            self.changes.bump()
+
+    async def wait_until_unused(self, replica: ReplicaId) -> None:
+        """Return once no request runs or waits on a replica."""
+        while replica in self._replicas and not _is_idle(self.core.batcher(replica)):
+            await self.changes.wait_beyond(self.changes.revision)
+
+    def info(self, replica: ReplicaId) -> ReplicaInfo | None:
+        """What is known of an attached replica."""
+        known = self._replicas.get(replica)
+        return known.info if known is not None else None
+
+    def limits(self, replica: ReplicaId) -> ReplicaLimits | None:
+        """The effective limits of an attached replica."""
+        known = self._replicas.get(replica)
+        return known.limits if known is not None else None
+
+    def attached(self) -> Iterable[tuple[ReplicaInfo, ReplicaLimits, Batcher]]:
+        """Every attached replica with its batcher."""
+        for replica, known in self._replicas.items():
+            yield known.info, known.limits, self.core.batcher(replica)
+
+    def wake_replicas(self) -> None:
+        """Let every link look for work; one without any goes back to sleep at once."""
+        for replica in self._replicas.values():
+            replica.wake()
+
+    # ------------------------------------------------------------ steps
+
+    def plan_step(self, replica: ReplicaId) -> StepPlan | None:
+        """The next step of a replica, or None where there is nothing to do."""
+        batcher = self.core.batcher(replica)
+        plan = batcher.plan()
+        self._publish(batcher.take_events())
+        return plan
+
+    def apply_step(self, replica: ReplicaId, result: StepResult, times: StepTimes) -> None:
+        """Apply the result of the oldest step in flight."""
+        batcher = self.core.batcher(replica)
+        events = batcher.apply(result)
+        made = sum(len(event.token_ids) for event in events if isinstance(event, TokensMade))
+        self._metrics.step_ended(replica, tokens=made, times=times)
+        self._publish(events)
+        if _is_idle(batcher):
+            self.changes.bump()
+            self._check_identity_later(replica)
+
+    def count_stale_result(self, replica: ReplicaId) -> None:
+        """A result came that belongs to no step in flight; it was ignored."""
+        self._metrics.stale_results.inc()
+        log.warning("stale step result ignored", replica=replica)
+
+    def _check_identity_later(self, replica: ReplicaId) -> None:
+        known = self._replicas[replica]
+        if known.identity_check is None:
+            known.identity_check = self._loop.call_later(
+                self._identity_check_delay_s, self._check_identity, replica
+            )
+
+    def _check_identity(self, replica: ReplicaId) -> None:
+        known = self._replicas.get(replica)
+        if known is None:
+            return
+        known.identity_check = None
+        batcher = self.core.batcher(replica)
+        if not _is_idle(batcher):
+            return  # It will be idle again, and then this comes back.
+        try:
+            batcher.check_identity()
+        except IdentityViolated as error:
+            self.violations.append(f"{replica}: {error}")
+            self._metrics.identity_violations.inc()
+            log.error("page identity violated", replica=replica, error=str(error))
+
+    # ------------------------------------------------------------ events
+
+    def _publish(self, events: Iterable[Event]) -> None:
+        for event in events:
+            live: LiveRequest = event.request.payload
+            if isinstance(event, TokensMade):
+                self._on_tokens(live, event)
+            elif isinstance(event, Placed):
+                self._on_placed(live, event)
+            elif isinstance(event, Finished):
+                self._on_finished(live, event.reason)
+            else:
+                self._on_failed(live, event)
+
+    def _on_tokens(self, live: LiveRequest, event: TokensMade) -> None:
+        if not live.has_tokens:
+            live.has_tokens = True
+            self._metrics.first_token(live, now=self._loop.time())
+        live.sink.tokens(
+            live.number, first_index=event.first_index, token_ids=event.token_ids, logprobs=event.logprobs
+        )
+
+    def _on_placed(self, live: LiveRequest, event: Placed) -> None:
+        info = self._replicas[event.replica].info
+        live.replica = event.replica
+        if live.placed_at is None:
+            live.placed_at = self._loop.time()
+            self._metrics.placed_first(live, info, now=live.placed_at, cached_tokens=event.cached_tokens)
+        live.trace.placed(
+            group=info.group, worker=info.worker, chip=info.chip, cached_tokens=event.cached_tokens
+        )
+        live.sink.placed(live.number, info, cached_tokens=event.cached_tokens)
+        self.changes.bump()
+
+    def _on_finished(self, live: LiveRequest, reason: FinishReason) -> None:
+        if live.ending is not None:
+            self._end_badly(live, live.ending)
+            return
+        self._forget(live)
+        live.trace.finished(reason.value, completion_tokens=len(live.core.output))
+        live.sink.finished(live.number, reason)
+
+    def _on_failed(self, live: LiveRequest, event: Failed) -> None:
+        self._end_badly(live, error_of_failure(event))
+
+    def _end_badly(self, live: LiveRequest, error: MeshError) -> None:
+        self._forget(live)
+        live.trace.failed(error.code.name, error.reason)
+        live.sink.failed(live.number, error)
+
+    def _forget(self, live: LiveRequest) -> None:
+        self._live.discard(live)
+        if live.expiry is not None:
+            live.expiry.cancel()
+        if not self._live:
+            self._empty.set()
+        self.changes.bump()
+
+
+def _own_copy(sampling: sampling_pb2.SamplingParameters) -> sampling_pb2.SamplingParameters:
+    """A part of a message keeps the whole message alive, with all the prompts of its batch."""
+    copy = sampling_pb2.SamplingParameters()
+    copy.CopyFrom(sampling)
+    return copy
+
+
+def _is_idle(batcher: Batcher) -> bool:
+    return batcher.steps_in_flight == 0 and batcher.running == 0 and batcher.waiting == 0

@@ -1,0 +1,295 @@
+"""One attachment to one executor: its stream of steps, from Attach to the first sign that it is over.
+
+Plans go out while fewer than `depth` steps are in flight and the batcher has work; an idle link waits on one
+event. `close` is synchronous and happens once: from then on no result of this epoch can reach the core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+
+from chipmesh.device.v1alpha1 import execution_pb2, plugin_pb2
+from chipmesh.device.v1alpha1.execution_pb2_grpc import ExecutionServiceStub
+from chipmesh.device.v1alpha1.plugin_pb2_grpc import PluginServiceStub
+from meshkit.errors import FailedPrecondition, from_rpc_error
+from meshkit.rpc.channel import open_channel
+from meshkit.telemetry.logging import get_logger
+from scheduler_svc.core.structures import ReplicaId, StepPlan, StepResult
+from scheduler_svc.step_codec import MalformedResult, decode_result, encode_plan
+from scheduler_svc.step_time import StepDeadline, StepTimePredictor, StepTimes
+
+log = get_logger(__name__)
+
+if TYPE_CHECKING:  # generic in the stubs only
+    StepCall: TypeAlias = grpc.aio.StreamStreamCall[
+        execution_pb2.ExecuteStepsRequest, execution_pb2.ExecuteStepsResponse
+    ]
+else:
+    StepCall = grpc.aio.StreamStreamCall
+
+T = TypeVar("T")
+
+
+class StepSource(Protocol):
+    """What a link needs of the engine. All of it runs on the event loop and returns at once."""
+
+    def plan_step(self, replica: ReplicaId) -> StepPlan | None:
+        """The next step of a replica, or None where there is nothing to do."""
+
+    def apply_step(self, replica: ReplicaId, result: StepResult, times: StepTimes) -> None:
+        """Apply the result of the oldest step in flight."""
+
+    def count_stale_result(self, replica: ReplicaId) -> None:
+        """A result came that belongs to no step in flight; it was ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """What all links of a scheduler have in common. `depth`: steps in flight at most."""
+
+    scheduler_id: str
+    depth: int
+    attach_timeout_s: float
+    deadline: StepDeadline
+    max_message_bytes: int
+
+
+@dataclass(slots=True)
+class _StepInFlight:
+    step_seq: int
+    prefill_tokens: int
+    began_at: float
+    """Loop time at which it was sent, or the step before it ended, whichever came later."""
+
+
+class ExecutorLink:
+    """One epoch of one executor.
+
+    on_attached: called once the executor is ours; makes the replica known to the engine.
+    on_closed: called once, in `close`, if `on_attached` was; takes the replica away from the engine. Its
+        argument says whether the requests that ran may be at fault.
+    """
+
+    def __init__(
+        self,
+        replica: ReplicaId,
+        *,
+        target: str,
+        instance_id: str,
+        source: StepSource,
+        settings: LinkSettings,
+        on_attached: Callable[[execution_pb2.AttachResponse], None],
+        on_closed: Callable[[bool], None],
+    ) -> None:
+        self.replica = replica
+        self.epoch: int | None = None
+        self.last_step_seq = 0
+        self.close_reason: str | None = None
+        self._target = target
+        self._instance_id = instance_id
+        self._source = source
+        self._settings = settings
+        self._on_attached = on_attached
+        self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
+        self._work = asyncio.Event()
+        self._over = asyncio.Event()
+        self._steps: deque[_StepInFlight] = deque()
+        self._times = StepTimePredictor()
+        self._watch: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        state = self.close_reason or ("attached" if self.epoch is not None else "attaching")
+        return f"<ExecutorLink {self.replica} epoch={self.epoch} in_flight={len(self._steps)}: {state}>"
+
+    @property
+    def attached(self) -> bool:
+        """Whether steps can be sent."""
+        return self.epoch is not None and self.close_reason is None
+
+    def wake(self) -> None:
+        """There may be new work."""
+        self._work.set()
+
+    def close(self, reason: str, *, blame: bool = True) -> None:
+        """End the attachment now; only the first call counts.
+
+        blame: the requests that ran may have caused it.
+        """
+        if self.close_reason is not None:
+            return
+        self.close_reason = reason
+        self._over.set()
+        if self._watch is not None:
+            self._watch.cancel()
+        if self.epoch is not None:
+            self._on_closed(blame)
+
+    async def run(self) -> str:
+        """Attach and carry steps until the link closes; returns why it did.
+
+        Raises:
+            MeshError: the executor could not be attached.
+        """
+        channel = open_channel(self._target, traced=False, max_message_bytes=self._settings.max_message_bytes)
+        async with channel:
+            try:
+                epoch = await self._attach(channel)
+                if self.close_reason is None:
+                    await self._carry(ExecutionServiceStub(channel).ExecuteSteps(), epoch)
+            finally:
+                self.close("the link was given up")
+        return self.close_reason or ""
+
+    async def _attach(self, channel: grpc.aio.Channel) -> int:
+        info = await self._call(PluginServiceStub(channel).GetPluginInfo, plugin_pb2.GetPluginInfoRequest())
+        if info.instance_id != self._instance_id:
+            raise FailedPrecondition(
+                f"{self._target} is instance {info.instance_id!r}, not {self._instance_id!r} as registered",
+                reason="INSTANCE_MISMATCH",
+            )
+        request = execution_pb2.AttachRequest(
+            scheduler_id=self._settings.scheduler_id, instance_id=self._instance_id
+        )
+        response = await self._call(ExecutionServiceStub(channel).Attach, request)
+        if self.close_reason is None:
+            self.epoch = response.epoch
+            self._on_attached(response)
+        return response.epoch
+
+    async def _call(self, method: Callable[..., Awaitable[T]], request: Any) -> T:
+        try:
+            return await method(request, timeout=self._settings.attach_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def _carry(self, call: StepCall, epoch: int) -> None:
+        tasks = [
+            asyncio.create_task(self._read_results(call), name=f"results of {self.replica}"),
+            asyncio.create_task(self._send_plans(call, epoch), name=f"plans for {self.replica}"),
+            asyncio.create_task(self._over.wait(), name=f"end of {self.replica}"),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            # First the core forgets the replica, then the tasks are awaited: nothing slips in between.
+            self.close("the link was given up")
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            call.cancel()
+
+    async def _send_plans(self, call: StepCall, epoch: int) -> None:
+        while self.close_reason is None:
+            await self._work.wait()
+            self._work.clear()
+            await self._send_what_fits(call, epoch)
+
+    async def _send_what_fits(self, call: StepCall, epoch: int) -> None:
+        while self.close_reason is None and len(self._steps) < self._settings.depth:
+            plan = self._source.plan_step(self.replica)
+            if plan is None:
+                return
+            self._note_sent(plan)
+            try:
+                await call.write(encode_plan(plan, epoch=epoch))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await self._close_with(call)
+
+    async def _read_results(self, call: StepCall) -> None:
+        while self.close_reason is None:
+            response = await _read(call)
+            if response is None:
+                await self._close_with(call)
+            else:
+                self._take_result(response.result)
+
+    async def _close_with(self, call: StepCall) -> None:
+        """Close for the reason that the stream ended with. ABORTED is a matter between us two alone."""
+        code = await call.code()
+        self.close(
+            f"stream ended: {code.name} {await call.details()}", blame=code is not grpc.StatusCode.ABORTED
+        )
+
+    def _take_result(self, result: execution_pb2.StepResult) -> None:
+        if self.close_reason is not None:
+            return  # It came while the link was being closed; the core has given its requests away.
+        head = self._steps[0] if self._steps else None
+        if head is None or result.epoch != self.epoch or result.step_seq != head.step_seq:
+            self._source.count_stale_result(self.replica)
+            return
+        try:
+            decoded = decode_result(result)
+        except MalformedResult as error:
+            self.close(f"malformed result: {error}")
+            return
+        times = StepTimes(
+            wall_s=self._note_ended(head),
+            device_s=_seconds(result.device_time),
+            idle_s=_seconds(result.idle_time),
+        )
+        self._source.apply_step(self.replica, decoded, times)
+        self._work.set()
+
+    # ------------------------------------------------------------ deadlines
+
+    def _note_sent(self, plan: StepPlan) -> None:
+        prefill_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
+        self._steps.append(_StepInFlight(plan.step_seq, prefill_tokens, self._loop.time()))
+        if self._watch is None:
+            self._watch = self._loop.call_at(self._head_deadline(), self._check_deadline)
+
+    def _note_ended(self, step: _StepInFlight) -> float:
+        """Seconds that the step took."""
+        now = self._loop.time()
+        seconds = now - step.began_at
+        self._times.observe(seconds, prefill_tokens=step.prefill_tokens)
+        self.last_step_seq = step.step_seq
+        self._steps.popleft()
+        if self._steps:
+            self._steps[0].began_at = now
+        return seconds
+
+    def _head_deadline(self) -> float:
+        head = self._steps[0]
+        return head.began_at + self._times.deadline(
+            self._settings.deadline, prefill_tokens=head.prefill_tokens
+        )
+
+    def _check_deadline(self) -> None:
+        """Runs at the deadline of a step that may long be over: one timer serves many steps."""
+        self._watch = None
+        if not self._steps or self.close_reason is not None:
+            return
+        if self._loop.time() < self._head_deadline():
+            self._watch = self._loop.call_at(self._head_deadline(), self._check_deadline)
+            return
+        allowed_s = self._head_deadline() - self._steps[0].began_at
+        log.error("step missed its deadline", replica=self.replica, step_seq=self._steps[0].step_seq,
+                  allowed_s=allowed_s)  # fmt: skip
+        self.close(f"step {self._steps[0].step_seq} missed its deadline of {allowed_s:.3f} s")
+
+
+def _seconds(duration: Duration) -> float:
+    """0.0 for an absent one."""
+    return duration.seconds + duration.nanos * 1e-9
+
+
+async def _read(call: StepCall) -> execution_pb2.ExecuteStepsResponse | None:
+    """The next message, or None where the stream is over."""
+    try:
+        response = await call.read()
+    except grpc.aio.AioRpcError:
+        return None
+    return response if isinstance(response, execution_pb2.ExecuteStepsResponse) else None

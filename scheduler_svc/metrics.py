@@ -1,0 +1,166 @@
+"""The scheduler's metrics under the known names; gauges are read from the engine when somebody scrapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from meshkit.telemetry.metrics import KNOWN, PREFIX, Metrics
+from scheduler_svc.core.batcher import Batcher
+from scheduler_svc.core.structures import ReplicaId, ReplicaLimits
+from scheduler_svc.live_request import LiveRequest, ReplicaInfo
+from scheduler_svc.step_time import StepTimes
+
+if TYPE_CHECKING:  # the engine counts into this module
+    from scheduler_svc.engine import Engine
+
+LABELS = ("group", "worker", "chip")
+GAUGES = (
+    "num_running_reqs",
+    "num_queue_reqs",
+    "num_used_tokens",
+    "token_usage",
+    "cache_hit_rate",
+    "kv_available_tokens",
+    "kv_evictable_tokens",
+    "num_retracted_reqs",
+)
+_STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+@dataclass(slots=True)
+class _ReplicaSeries:
+    """One replica's labelled series, looked up once, and what its hit rate is made of."""
+
+    prompt_tokens: Counter
+    generation_tokens: Counter
+    cached_tokens: Counter
+    queue_time: Histogram
+    prefill_latency: Histogram
+    step_time: Histogram
+    device_time: Histogram
+    device_idle: Counter
+    prompt_sum: int = 0
+    cached_sum: int = 0
+
+
+class SchedulerMetrics:
+    """What the engine counts as things happen."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._prompt_tokens = metrics.counter("prompt_tokens_total", labels=LABELS)
+        self._generation_tokens = metrics.counter("generation_tokens_total", labels=LABELS)
+        self._cached_tokens = metrics.counter("cached_tokens_total", labels=LABELS)
+        self._queue_time = metrics.histogram("queue_time_seconds", labels=LABELS)
+        self._prefill_latency = metrics.histogram("prefill_latency_seconds", labels=LABELS)
+        self._step_time = metrics.histogram(
+            "step_time_seconds",
+            "Time of a step as the scheduler sees it",
+            labels=LABELS,
+            buckets=_STEP_BUCKETS,
+        )
+        self._device_time = metrics.histogram(
+            "step_device_time_seconds",
+            "Time that the device spent on a step",
+            labels=LABELS,
+            buckets=_STEP_BUCKETS,
+        )
+        self._device_idle = metrics.counter(
+            "device_idle_seconds_total", "Time that devices waited for their next step", labels=LABELS
+        )
+        self.stale_results = metrics.counter(
+            "stale_step_results_total", "Step results ignored, as they belong to no step in flight"
+        )
+        self.identity_violations = metrics.counter(
+            "page_identity_violations_total", "Idle replicas whose pages did not add up"
+        )
+        self._series: dict[ReplicaId, _ReplicaSeries] = {}
+
+    def replica_added(self, info: ReplicaInfo) -> None:
+        """Make the series of a replica; those of an executor before it on the same worker go on."""
+        labels = (info.group, info.worker, info.chip)
+        self._series[info.replica] = _ReplicaSeries(
+            prompt_tokens=self._prompt_tokens.labels(*labels),
+            generation_tokens=self._generation_tokens.labels(*labels),
+            cached_tokens=self._cached_tokens.labels(*labels),
+            queue_time=self._queue_time.labels(*labels),
+            prefill_latency=self._prefill_latency.labels(*labels),
+            step_time=self._step_time.labels(*labels),
+            device_time=self._device_time.labels(*labels),
+            device_idle=self._device_idle.labels(*labels),
+        )
+
+    def replica_removed(self, replica: ReplicaId) -> None:
+        """Forget the look-up of a replica that is gone; what was counted stays."""
+        self._series.pop(replica, None)
+
+    def placed_first(self, live: LiveRequest, info: ReplicaInfo, *, now: float, cached_tokens: int) -> None:
+        """A request entered a slot for the first time; replays are not counted again."""
+        series = self._series[info.replica]
+        series.queue_time.observe(now - live.submitted_at)
+        series.prompt_sum += len(live.core.prompt)
+        series.cached_sum += cached_tokens
+        series.prompt_tokens.inc(len(live.core.prompt))
+        series.cached_tokens.inc(cached_tokens)
+
+    def cache_hit_rate(self, replica: ReplicaId) -> float:
+        """Share of the prompt tokens of an attached replica that came from its cache, 0 to 1."""
+        series = self._series[replica]
+        return series.cached_sum / series.prompt_sum if series.prompt_sum else 0.0
+
+    def first_token(self, live: LiveRequest, *, now: float) -> None:
+        """A request made its first token here."""
+        if live.replica is not None and live.placed_at is not None:
+            self._series[live.replica].prefill_latency.observe(now - live.placed_at)
+
+    def step_ended(self, replica: ReplicaId, *, tokens: int, times: StepTimes) -> None:
+        """A step of a replica made `tokens` tokens."""
+        series = self._series[replica]
+        series.step_time.observe(times.wall_s)
+        series.device_time.observe(times.device_s)
+        series.device_idle.inc(times.idle_s)
+        if tokens:
+            series.generation_tokens.inc(tokens)
+
+
+class MeshCollector(Collector):
+    """Gauges of every attached replica, made at the scrape."""
+
+    def __init__(self, engine: Engine, metrics: SchedulerMetrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: their samples are known only at the scrape."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """One family per name, one sample per replica."""
+        families = {name: GaugeMetricFamily(PREFIX + name, KNOWN[name], labels=LABELS) for name in GAUGES}
+        for info, limits, batcher in self._engine.attached():
+            values = _gauges(limits, batcher)
+            values["cache_hit_rate"] = self._metrics.cache_hit_rate(info.replica)
+            for name, value in values.items():
+                families[name].add_metric((info.group, info.worker, info.chip), value)
+        # Requests that no replica has yet; they have none of the labels.
+        families["num_queue_reqs"].add_metric(("", "", ""), self._engine.core.snapshot().waiting)
+        return families.values()
+
+
+def _gauges(limits: ReplicaLimits, batcher: Batcher) -> dict[str, float]:
+    pages = batcher.pages
+    used = pages.total - pages.free - batcher.evictable_pages
+    return {
+        "num_running_reqs": batcher.running,
+        "num_queue_reqs": batcher.waiting,
+        "num_used_tokens": used * limits.page_size,
+        "token_usage": used / pages.total,
+        "kv_available_tokens": pages.free * limits.page_size,
+        "kv_evictable_tokens": batcher.evictable_pages * limits.page_size,
+        "num_retracted_reqs": batcher.retracted_count,
+    }

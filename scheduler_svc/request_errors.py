@@ -1,0 +1,48 @@
+"""What the core refuses or gives up, in the terms of gRPC."""
+
+from __future__ import annotations
+
+from meshkit.errors import Internal, InvalidArgument, MeshError, NotFound, ResourceExhausted
+from scheduler_svc.core.errors import QueueFull, RequestTooLarge, SchedulerError, UnknownModel
+from scheduler_svc.core.structures import Failed
+
+RETRY_AFTER_S = 0.5
+"""When to come back to a full queue: steps take milliseconds, so room comes soon or not at all."""
+
+_NO_ROOM = frozenset({"REQUEST_TOO_LARGE"})
+
+
+def refusal(error: SchedulerError, *, context_tokens: int | None) -> MeshError:
+    """The error of a submission that the core refused.
+
+    context_tokens: longest context among the replicas of the model, None where there is none.
+    """
+    if isinstance(error, UnknownModel):
+        return NotFound(str(error), field="model", reason="UNKNOWN_MODEL", model=error.model)
+    if isinstance(error, QueueFull):
+        return ResourceExhausted(str(error), reason="QUEUE_FULL", retry_after_s=RETRY_AFTER_S)
+    if isinstance(error, RequestTooLarge):
+        return _too_large(error, context_tokens)
+    return Internal(f"the scheduler could not take the request: {type(error).__name__}")
+
+
+def _too_large(error: RequestTooLarge, context_tokens: int | None) -> MeshError:
+    """The context is a property of the model; memory is one of the mesh as it stands."""
+    facts = {"tokens": error.tokens, "room_tokens": error.room_tokens}
+    if context_tokens is not None and error.tokens >= context_tokens:
+        return InvalidArgument(
+            f"prompt and output so far have {error.tokens} tokens; the model's context is {context_tokens}, "
+            f"so at most {context_tokens - 1} fit. Shorten the prompt",
+            field="prompt_token_ids",
+            reason="CONTEXT_EXCEEDED",
+            **facts,
+        )
+    return ResourceExhausted(
+        str(error), field="prompt_token_ids", reason="REQUEST_TOO_LARGE", retry_after_s=None, **facts
+    )
+
+
+def error_of_failure(event: Failed) -> MeshError:
+    """The error of a request that failed after it was taken."""
+    kind = ResourceExhausted if event.reason in _NO_ROOM else Internal
+    return kind(event.message, reason=event.reason)

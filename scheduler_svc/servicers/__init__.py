@@ -1,0 +1,3 @@
+"""gRPC services of the scheduler: translation only."""
+
+from __future__ import annotations

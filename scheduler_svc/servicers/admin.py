@@ -1,0 +1,114 @@
+"""AdminService: what operators see and change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import NoReturn
+
+from chipmesh.scheduler.v1alpha1 import admin_pb2
+from chipmesh.scheduler.v1alpha1.admin_pb2_grpc import AdminServiceServicer
+from meshkit.errors import InvalidArgument, Unimplemented
+from meshkit.rpc.handlers import Context
+from scheduler_svc.engine import Engine
+from scheduler_svc.mesh_view import MeshView
+from scheduler_svc.worker_pool import WorkerPool
+
+WATCH_INTERVAL_S = 0.1
+"""Shortest time between two messages of a watch: counts change with every step."""
+
+
+class AdminServicer(AdminServiceServicer):
+    """See admin.proto for the errors of each call."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: WorkerPool,
+        view: MeshView,
+        *,
+        gateway_count: Callable[[], int],
+        drain_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._view = view
+        self._gateway_count = gateway_count
+        self._drain_timeout_s = drain_timeout_s
+
+    async def GetMesh(self, request: admin_pb2.GetMeshRequest, context: Context) -> admin_pb2.GetMeshResponse:
+        return admin_pb2.GetMeshResponse(mesh=self._mesh())
+
+    async def WatchMesh(
+        self, request: admin_pb2.WatchMeshRequest, context: Context
+    ) -> AsyncIterator[admin_pb2.WatchMeshResponse]:
+        seen = 0
+        while True:
+            seen = await self._engine.changes.wait_beyond(seen)
+            yield admin_pb2.WatchMeshResponse(mesh=self._mesh(), revision=seen)
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _mesh(self) -> admin_pb2.Mesh:
+        return self._view.mesh(gateways=self._gateway_count())
+
+    async def SetTraffic(
+        self, request: admin_pb2.SetTrafficRequest, context: Context
+    ) -> admin_pb2.SetTrafficResponse:
+        model = request.model or self._only_model()
+        try:
+            self._engine.set_weights(model, dict(request.weights))
+        except ValueError as error:
+            raise InvalidArgument(str(error), field="weights") from error
+        return admin_pb2.SetTrafficResponse()
+
+    def _only_model(self) -> str:
+        models = sorted({group.model for group in self._engine.core.snapshot().groups})
+        if len(models) == 1:
+            return models[0]
+        raise InvalidArgument(
+            f"model is empty, but the mesh serves {len(models)} models; name one of: "
+            f"{', '.join(models) or 'none'}",
+            field="model",
+        )
+
+    async def DrainWorker(
+        self, request: admin_pb2.DrainWorkerRequest, context: Context
+    ) -> admin_pb2.DrainWorkerResponse:
+        member = self._pool.member(request.worker)
+        given = request.HasField("timeout")
+        timeout_s = request.timeout.ToNanoseconds() / 1e9 if given else self._drain_timeout_s
+        if timeout_s < 0:
+            raise InvalidArgument(f"timeout is {timeout_s} s; it must not be negative", field="timeout")
+        await self._pool.drain(member, timeout_s=timeout_s)
+        return admin_pb2.DrainWorkerResponse()
+
+    async def FlushCache(
+        self, request: admin_pb2.FlushCacheRequest, context: Context
+    ) -> admin_pb2.FlushCacheResponse:
+        only = self._pool.member(request.worker).worker if request.worker else None
+        flushed = sum(
+            batcher.flush_cache()
+            for info, _, batcher in self._engine.attached()
+            if only is None or info.worker == only
+        )
+        self._engine.changes.bump()
+        return admin_pb2.FlushCacheResponse(flushed_pages=flushed)
+
+    async def SwapChip(  # type: ignore[override]  # a coroutine
+        self, request: admin_pb2.SwapChipRequest, context: Context
+    ) -> None:
+        _refuse("SwapChip", "restart the worker with the other backend instead")
+
+    async def SetGroup(
+        self, request: admin_pb2.SetGroupRequest, context: Context
+    ) -> admin_pb2.SetGroupResponse:
+        _refuse("SetGroup", "set the ceilings in the scheduler's configuration instead")
+
+    async def SetShadow(
+        self, request: admin_pb2.SetShadowRequest, context: Context
+    ) -> admin_pb2.SetShadowResponse:
+        _refuse("SetShadow", "no traffic is mirrored")
+
+
+def _refuse(name: str, way_out: str) -> NoReturn:
+    raise Unimplemented(f"{name} is not in this version of chipmesh; {way_out}", reason="NOT_IN_THIS_VERSION")

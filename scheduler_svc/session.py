@@ -1,0 +1,99 @@
+"""One gateway's requests, and the events on their way to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from chipmesh.scheduler.v1alpha1 import session_pb2
+from meshkit.errors import MeshError
+from scheduler_svc.core.structures import FinishReason
+from scheduler_svc.live_request import LiveRequest, ReplicaInfo
+
+_REASONS = {
+    FinishReason.STOP: session_pb2.RequestFinished.REASON_STOP,
+    FinishReason.LENGTH: session_pb2.RequestFinished.REASON_LENGTH,
+    FinishReason.CANCELLED: session_pb2.RequestFinished.REASON_CANCELLED,
+}
+
+
+class Session:
+    """One gateway's requests, and the events that wait to be sent to it. An EventSink.
+
+    Whatever happens within one turn of the event loop leaves as one message.
+    """
+
+    def __init__(self, gateway_id: str) -> None:
+        self.gateway_id = gateway_id
+        self.requests: dict[int, LiveRequest] = {}
+        self.end: MeshError | None = None
+        self._outbox = session_pb2.OpenSessionResponse()
+        self._wakeup = asyncio.Event()
+        self._closing = False
+
+    def __repr__(self) -> str:
+        return f"<Session {self.gateway_id} requests={len(self.requests)}>"
+
+    def close(self, error: MeshError | None = None) -> None:
+        """End the stream once the waiting events are sent: well, or with `error`."""
+        self._closing = True
+        self.end = self.end or error
+        self._wakeup.set()
+
+    async def batches(self) -> AsyncIterator[session_pb2.OpenSessionResponse]:
+        """Events as they come, all that wait in one message, until the session is closed."""
+        while True:
+            await self._wakeup.wait()
+            self._wakeup.clear()
+            if self._outbox.events:
+                batch, self._outbox = self._outbox, session_pb2.OpenSessionResponse()
+                yield batch
+            elif self._closing:
+                return
+            if self._closing:
+                self._wakeup.set()
+
+    def _add(self, number: int) -> session_pb2.RequestEvent:
+        event = self._outbox.events.add()
+        event.request_number = number
+        self._wakeup.set()
+        return event
+
+    def queued(self, live: LiveRequest) -> None:
+        """The scheduler has the request."""
+        self.requests[live.number] = live
+        self._add(live.number).queued.SetInParent()
+
+    def placed(self, number: int, info: ReplicaInfo, *, cached_tokens: int) -> None:
+        """It runs on a replica, the first time or again."""
+        placed = self._add(number).placed
+        placed.SetInParent()
+        placed.group = info.group
+        placed.worker = info.worker
+        placed.chip = info.chip
+        placed.numeric_class = info.numeric_class
+        placed.cached_tokens = cached_tokens
+
+    def tokens(
+        self, number: int, *, first_index: int, token_ids: Sequence[int], logprobs: Sequence[float]
+    ) -> None:
+        """New tokens."""
+        tokens = self._add(number).tokens
+        tokens.first_index = first_index
+        tokens.token_ids.extend(token_ids)
+        if logprobs:
+            tokens.logprobs.extend(logprobs)
+
+    def finished(self, number: int, reason: FinishReason) -> None:
+        """It ended well. Last event of a request."""
+        self.requests.pop(number, None)
+        self._add(number).finished.reason = _REASONS[reason]
+
+    def failed(self, number: int, error: MeshError) -> None:
+        """It was refused or failed. Last event of a request."""
+        self.requests.pop(number, None)
+        failed = self._add(number).failed
+        failed.code = error.code.value[0]
+        failed.reason = error.reason
+        failed.message = error.message
+        failed.field = error.field or ""

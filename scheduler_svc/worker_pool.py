@@ -1,0 +1,332 @@
+"""The workers: leases on the monotonic clock, and the link that each one's executor is kept on."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hmac
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from chipmesh.device.v1alpha1 import execution_pb2
+from chipmesh.scheduler.v1alpha1 import registry_pb2
+from meshkit.errors import AlreadyExists, MeshError, NotFound
+from meshkit.telemetry.logging import get_logger
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.structures import ReplicaId
+from scheduler_svc.engine import Engine
+from scheduler_svc.executor_link import ExecutorLink, LinkSettings
+from scheduler_svc.groups import GroupTable
+from scheduler_svc.live_request import ReplicaInfo
+
+log = get_logger(__name__)
+
+ExecutorState = registry_pb2.HeartbeatRequest.ExecutorState
+
+
+class WorkerState(enum.Enum):
+    """What a worker is to the mesh."""
+
+    ATTACHING = "attaching"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One registration of one worker: an executor under a lease."""
+
+    registration: registry_pb2.RegisterRequest
+    peer_host: str
+    lease_id: str
+    lease_until: float
+    """Loop time, seconds."""
+    executor_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the supervisor says that this executor takes steps."""
+    draining: bool = False
+    lost: str | None = None
+    """Why the lease ended, where it did."""
+    broken: bool = False
+    """The last attachment ended and no new one has been made."""
+    next_instance_id: str = ""
+    """The executor that the holder of the lease has announced in place of this one."""
+    link: ExecutorLink | None = None
+    keeper: asyncio.Task[None] | None = None
+    lease_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def worker(self) -> str:
+        """Stable id of the worker."""
+        return self.registration.worker_id
+
+    @property
+    def replica(self) -> ReplicaId:
+        """The replica that this executor is; a new executor is a new replica."""
+        return ReplicaId(f"{self.registration.worker_id}/{self.registration.instance_id}")
+
+    @property
+    def state(self) -> WorkerState:
+        """What it is to the mesh now."""
+        if self.lost is not None:
+            return WorkerState.LOST
+        if self.draining:
+            return WorkerState.DRAINING
+        if self.link is not None and self.link.attached:
+            return WorkerState.READY
+        return WorkerState.LOST if self.broken else WorkerState.ATTACHING
+
+
+class WorkerPool:
+    """All members by worker id. Calls are synchronous and take effect at once; links run as tasks."""
+
+    def __init__(
+        self, engine: Engine, *, config: SchedulerConfig, groups: GroupTable, links: LinkSettings
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._groups = groups
+        self._links = links
+        self._loop = asyncio.get_running_loop()
+        self._members: dict[str, Member] = {}
+        self._keepers: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{member.worker}: {member.state.value}" for member in self._members.values())
+        return f"<WorkerPool {states or 'empty'}>"
+
+    @property
+    def members(self) -> Iterable[Member]:
+        """Every member, those lost not long ago included."""
+        return self._members.values()
+
+    def member(self, worker: str) -> Member:
+        """The member of that worker id.
+
+        Raises:
+            NotFound: there is none; the text lists those there are.
+        """
+        if (member := self._members.get(worker)) is not None:
+            return member
+        raise NotFound(
+            f"worker {worker!r} is not in the mesh; there is: {', '.join(sorted(self._members)) or 'none'}",
+            field="worker",
+            reason="UNKNOWN_WORKER",
+        )
+
+    # ------------------------------------------------------------ membership
+
+    def register(self, request: registry_pb2.RegisterRequest, *, peer_host: str) -> Member:
+        """Take a checked registration: begin a lease and a link, or renew them for the same executor.
+
+        Raises:
+            AlreadyExists: another live supervisor holds this worker id.
+            InvalidArgument: the group serves another model, or may not be joined.
+        """
+        member = self._members.get(request.worker_id)
+        live = member is not None and member.lost is None
+        if member is not None and live and member.registration.instance_id == request.instance_id:
+            self._renew(member)
+            member.executor_ready.set()
+            return member
+        if member is not None and live and not _may_replace(member, request, peer_host):
+            raise AlreadyExists(
+                f"worker_id {request.worker_id!r} belongs to a live worker (instance "
+                f"{member.registration.instance_id!r}); stop it, or bring its takeover_token",
+                field="worker_id",
+                reason="WORKER_ALIVE",
+                instance_id=member.registration.instance_id,
+            )
+        self._groups.join(request.group, model=request.model)
+        if member is not None:
+            self._release(member, "replaced by a new executor")
+        return self._begin(request, peer_host)
+
+    def _begin(self, request: registry_pb2.RegisterRequest, peer_host: str) -> Member:
+        member = Member(request, peer_host, secrets.token_hex(8), 0.0)
+        self._members[member.worker] = member
+        self._renew(member)
+        self._arm_lease(member)
+        member.executor_ready.set()
+        member.keeper = asyncio.create_task(self._keep_linked(member), name=f"link of {member.worker}")
+        self._keepers.add(member.keeper)
+        member.keeper.add_done_callback(self._keepers.discard)
+        self._engine.changes.bump()
+        log.info("worker registered", worker=member.worker, instance_id=request.instance_id,
+                 group=request.group, chip=request.capabilities.chip)  # fmt: skip
+        return member
+
+    def heartbeat(self, request: registry_pb2.HeartbeatRequest) -> None:
+        """Renew a lease and take note of the executor's state.
+
+        Raises:
+            NotFound: the lease has ended or was never given; the caller registers again.
+        """
+        member = self._members.get(request.worker_id)
+        if member is None or member.lost is not None or member.lease_id != request.lease_id:
+            raise NotFound(
+                f"worker {request.worker_id!r} has no lease {request.lease_id!r} here; register again",
+                field="lease_id",
+                reason="LEASE_UNKNOWN",
+            )
+        self._renew(member)
+        if request.instance_id != member.registration.instance_id:
+            member.next_instance_id = request.instance_id
+            self._executor_gone(member, f"its supervisor has instance {request.instance_id!r} now")
+        elif request.executor_state == ExecutorState.EXECUTOR_STATE_READY:
+            member.executor_ready.set()
+        elif request.executor_state == ExecutorState.EXECUTOR_STATE_DRAINING:
+            self.begin_drain(member)
+        else:
+            self._executor_gone(member, "its supervisor says that the executor does not take steps")
+
+    def deregister(self, *, worker: str, lease_id: str) -> None:
+        """End a membership. Idempotent; a lease that is not the present one changes nothing."""
+        member = self._members.get(worker)
+        if member is not None and member.lease_id == lease_id:
+            self._release(member, "deregistered")
+            del self._members[worker]
+            self._engine.changes.bump()
+            log.info("worker deregistered", worker=worker)
+
+    def begin_drain(self, member: Member) -> None:
+        """Nothing new goes to the worker. Idempotent."""
+        if not member.draining:
+            member.draining = True
+            self._engine.drain_replica(member.replica)
+            self._engine.changes.bump()
+            log.info("worker drains", worker=member.worker)
+
+    async def drain(self, member: Member, *, timeout_s: float) -> None:
+        """Return once the worker has no requests: they ended, or moved after `timeout_s` seconds."""
+        self.begin_drain(member)
+        try:
+            await asyncio.wait_for(self._engine.wait_until_unused(member.replica), timeout_s)
+        except asyncio.TimeoutError:
+            log.info("worker's requests move", worker=member.worker, timeout_s=timeout_s)
+            self._executor_gone(member, "drained")
+
+    async def close(self) -> None:
+        """Release every executor; return when all links have ended."""
+        for member in self._members.values():
+            self._release(member, "the scheduler stops")
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+
+    def _release(self, member: Member, reason: str) -> None:
+        if member.lease_timer is not None:
+            member.lease_timer.cancel()
+        self._executor_gone(member, reason)
+        if member.keeper is not None:
+            member.keeper.cancel()
+
+    def _executor_gone(self, member: Member, reason: str) -> None:
+        member.executor_ready.clear()
+        if member.link is not None:
+            member.link.close(reason)
+
+    # ------------------------------------------------------------ leases
+
+    def _renew(self, member: Member) -> None:
+        member.lease_until = self._loop.time() + self._config.lease_duration_s
+
+    def _arm_lease(self, member: Member) -> None:
+        member.lease_timer = self._loop.call_at(
+            member.lease_until, self._check_lease, member, member.lease_until
+        )
+
+    def _check_lease(self, member: Member, planned: float) -> None:
+        """Runs when a lease would have ended had nobody renewed it: one timer serves many heartbeats."""
+        now = self._loop.time()
+        if now - planned > self._config.heartbeat_interval_s:
+            # This loop was held up itself, so heartbeats may wait unread: not the worker's fault.
+            log.warning("the scheduler's loop was late, leases are extended", late_s=now - planned)
+            member.lease_until = max(member.lease_until, now + self._config.heartbeat_interval_s)
+        if member.lease_until > now:
+            self._arm_lease(member)
+            return
+        log.warning("lease ended", worker=member.worker, instance_id=member.registration.instance_id)
+        member.lost = f"no heartbeat for {self._config.lease_duration_s} s"
+        self._release(member, f"lease ended: {member.lost}")
+        member.lease_timer = self._loop.call_later(self._config.forget_lost_after_s, self._forget, member)
+        self._engine.changes.bump()
+
+    def _forget(self, member: Member) -> None:
+        if self._members.get(member.worker) is member:
+            del self._members[member.worker]
+            self._engine.changes.bump()
+
+    # ------------------------------------------------------------ links
+
+    async def _keep_linked(self, member: Member) -> None:
+        """Attach, and attach again with a new epoch while the supervisor says that the executor lives."""
+        backoff_s = self._config.reattach_backoff_s
+        while not member.draining:
+            await member.executor_ready.wait()
+            link = member.link = self._make_link(member)
+            reason = await _run(link)
+            member.broken = True
+            self._engine.changes.bump()
+            log.warning("executor link ended", worker=member.worker, epoch=link.epoch, reason=reason)
+            if link.epoch is not None:
+                backoff_s = self._config.reattach_backoff_s
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, self._config.reattach_backoff_max_s)
+
+    def _make_link(self, member: Member) -> ExecutorLink:
+        def attached(response: execution_pb2.AttachResponse) -> None:
+            self._on_attached(member, link, response)
+
+        link = ExecutorLink(
+            member.replica,
+            target=member.registration.executor_address,
+            instance_id=member.registration.instance_id,
+            source=self._engine,
+            settings=self._links,
+            on_attached=attached,
+            # A drained executor did nothing wrong, nor did the requests that leave it.
+            on_closed=lambda blame: self._engine.remove_replica(
+                member.replica, blame=blame and not member.draining
+            ),
+        )
+        return link
+
+    def _on_attached(
+        self, member: Member, link: ExecutorLink, response: execution_pb2.AttachResponse
+    ) -> None:
+        registration = member.registration
+        info = ReplicaInfo(
+            replica=member.replica,
+            worker=member.worker,
+            group=registration.group,
+            model=registration.model,
+            chip=registration.capabilities.chip,
+            numeric_class=response.model.numeric_class,
+            vocab_size=response.model.vocab_size,
+        )
+        limits = self._groups.limits(registration, response)
+        member.broken = False
+        log.info("executor attached", worker=member.worker, epoch=response.epoch, limits=repr(limits))
+        self._engine.add_replica(info, limits, wake=link.wake)
+
+
+async def _run(link: ExecutorLink) -> str:
+    """Run a link to its end; why it ended, for logs. A fault of ours costs this replica, not the mesh."""
+    try:
+        return await link.run()
+    except MeshError as error:
+        return error.message
+    except Exception:
+        log.exception("executor link failed", replica=link.replica)
+        return "internal error"
+
+
+def _may_replace(member: Member, request: registry_pb2.RegisterRequest, peer_host: str) -> bool:
+    """Whether a registration comes from the holder of the lease, or from one that knows its secret."""
+    old = member.registration
+    if old.takeover_token and hmac.compare_digest(old.takeover_token, request.takeover_token):
+        return True
+    if member.next_instance_id and member.next_instance_id == request.instance_id:
+        return True
+    same_process = old.supervisor_pid != 0 and old.supervisor_pid == request.supervisor_pid
+    return same_process and member.peer_host == peer_host

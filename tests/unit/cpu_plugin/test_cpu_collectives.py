@@ -1,0 +1,139 @@
+"""gloo collectives between real ranks, each on a thread of its own; a rank that does not come is named."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshkit.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound
+from plugins.cpu.collectives import GlooCollectives
+
+WORLD = 3
+TIMEOUT_S = 20.0
+
+
+def on_ranks(
+    rendezvous: str, work: Callable[[GlooCollectives, int], object], world: int = WORLD
+) -> list[object]:
+    """What `work` returned on each rank."""
+
+    def run(rank: int) -> object:
+        collectives = GlooCollectives()
+        collectives.init_group(
+            "ring", rank=rank, world_size=world, rendezvous=rendezvous, timeout_s=TIMEOUT_S
+        )
+        outcome = work(collectives, rank)
+        collectives.barrier("ring")
+        collectives.destroy_group("ring")
+        collectives.destroy_group("ring")
+        return outcome
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(run, range(world)))
+
+
+@pytest.fixture
+def meeting_point(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/rendezvous"
+
+
+def own(rank: int) -> Tensor:
+    return torch.arange(6, dtype=torch.float32).reshape(3, 2) + 10 * rank
+
+
+def test_all_reduce_sums_and_leaves_the_input(meeting_point: str) -> None:
+    def work(collectives: GlooCollectives, rank: int) -> object:
+        mine = own(rank)
+        total = collectives.all_reduce("ring", mine)
+        assert torch.equal(mine, own(rank))
+        return total
+
+    expected = own(0) + own(1) + own(2)
+    for total in on_ranks(meeting_point, work):
+        assert isinstance(total, Tensor)
+        assert torch.equal(total, expected)
+
+
+def test_all_gather_stacks_by_rank(meeting_point: str) -> None:
+    for gathered in on_ranks(meeting_point, lambda it, rank: it.all_gather("ring", own(rank))):
+        assert isinstance(gathered, Tensor)
+        assert torch.equal(gathered, torch.stack([own(rank) for rank in range(WORLD)]))
+
+
+def test_reduce_scatter_gives_each_rank_its_part(meeting_point: str) -> None:
+    parts = on_ranks(meeting_point, lambda it, rank: it.reduce_scatter("ring", own(rank)))
+    total = own(0) + own(1) + own(2)
+    for rank, part in enumerate(parts):
+        assert isinstance(part, Tensor)
+        assert torch.equal(part, total[rank : rank + 1])
+
+
+def test_broadcast_gives_everybody_the_roots_input(meeting_point: str) -> None:
+    for received in on_ranks(meeting_point, lambda it, rank: it.broadcast("ring", own(rank), root=2)):
+        assert isinstance(received, Tensor)
+        assert torch.equal(received, own(2))
+
+
+def test_ranks_meet_over_tcp_too() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sums = on_ranks(f"tcp://127.0.0.1:{port}", lambda it, rank: it.all_reduce("ring", own(rank)), world=2)
+    assert all(isinstance(total, Tensor) and torch.equal(total, own(0) + own(1)) for total in sums)
+
+
+def test_a_rank_that_never_joins_is_named(meeting_point: str) -> None:
+    def join(rank: int) -> str:
+        with pytest.raises(DeadlineExceeded) as caught:
+            GlooCollectives().init_group(
+                "ring", rank=rank, world_size=3, rendezvous=meeting_point, timeout_s=0.5
+            )
+        return caught.value.metadata["missing"]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(join, (0, 2))) == ["1", "1"]
+
+
+def test_a_rank_that_leaves_a_primitive_out_is_named(meeting_point: str) -> None:
+    def work(collectives: GlooCollectives, rank: int) -> object:
+        if rank == 1:
+            return None
+        with pytest.raises(DeadlineExceeded, match="rank 1 did not come") as caught:
+            collectives.all_reduce("ring", own(rank), timeout_s=0.5)
+        return caught.value.reason
+
+    def run(rank: int) -> object:
+        collectives = GlooCollectives()
+        collectives.init_group("ring", rank=rank, world_size=3, rendezvous=meeting_point, timeout_s=TIMEOUT_S)
+        return work(collectives, rank)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, range(3))) == ["RANKS_MISSING", None, "RANKS_MISSING"]
+
+
+def test_what_makes_no_sense_is_refused(meeting_point: str) -> None:
+    collectives = GlooCollectives()
+    for rank, world, place in (
+        (2, 2, meeting_point),
+        (0, 0, meeting_point),
+        (0, 1, "http://x"),
+        (0, 1, "tcp://h"),
+    ):
+        with pytest.raises(InvalidArgument):
+            collectives.init_group("ring", rank=rank, world_size=world, rendezvous=place, timeout_s=1.0)
+    with pytest.raises(NotFound, match="InitGroup"):
+        collectives.barrier("ring")
+    collectives.init_group("ring", rank=0, world_size=1, rendezvous=meeting_point, timeout_s=5.0)
+    with pytest.raises(AlreadyExists):
+        collectives.init_group("ring", rank=0, world_size=1, rendezvous=meeting_point, timeout_s=5.0)
+    with pytest.raises(InvalidArgument, match="root"):
+        collectives.broadcast("ring", own(0), root=1)
+    with pytest.raises(InvalidArgument, match="multiple"):
+        collectives.reduce_scatter("ring", torch.tensor(1.0))
+    collectives.destroy_group("ring")

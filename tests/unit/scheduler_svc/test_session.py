@@ -1,0 +1,51 @@
+"""Events of one turn of the loop leave together, in order, and none is lost when a session closes."""
+
+from __future__ import annotations
+
+import grpc
+
+from chipmesh.scheduler.v1alpha1 import session_pb2
+from meshkit.errors import Aborted, InvalidArgument
+from scheduler_svc.core.structures import FinishReason
+from scheduler_svc.session import Session
+
+
+async def test_what_happens_in_one_turn_is_one_message() -> None:
+    session = Session("gw")
+    session.tokens(1, first_index=0, token_ids=[5], logprobs=[])
+    session.tokens(2, first_index=3, token_ids=[6, 7], logprobs=[-1.0, -2.0])
+    session.finished(1, FinishReason.STOP)
+    batch = await anext(session.batches())
+    assert [event.request_number for event in batch.events] == [1, 2, 1]
+    assert list(batch.events[1].tokens.token_ids) == [6, 7]
+    assert batch.events[1].tokens.first_index == 3
+    assert batch.events[2].finished.reason == session_pb2.RequestFinished.REASON_STOP
+
+
+async def test_a_closed_session_sends_what_waits_and_ends() -> None:
+    session = Session("gw")
+    session.tokens(1, first_index=0, token_ids=[5], logprobs=[])
+    session.close()
+    batches = [batch async for batch in session.batches()]
+    assert [len(batch.events) for batch in batches] == [1]
+    assert session.end is None
+
+
+async def test_the_first_reason_for_an_end_stays() -> None:
+    session = Session("gw")
+    session.close(Aborted("first"))
+    session.close(Aborted("second"))
+    assert session.end is not None
+    assert session.end.message == "first"
+
+
+async def test_a_failure_carries_code_reason_text_and_field() -> None:
+    session = Session("gw")
+    session.failed(4, InvalidArgument("model is empty", field="model"))
+    (event,) = (await anext(session.batches())).events
+    assert event.failed == session_pb2.RequestFailed(
+        code=grpc.StatusCode.INVALID_ARGUMENT.value[0],
+        reason="INVALID_ARGUMENT",
+        message="model is empty",
+        field="model",
+    )

@@ -1,0 +1,186 @@
+"""Composition root of the worker: builds supervisor, registration, health and metrics by its file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from chipmesh.scheduler.v1alpha1.registry_pb2 import RegisterRequest
+from meshkit.config import describe, load_config
+from meshkit.errors import FailedPrecondition, InvalidArgument, Unavailable
+from meshkit.http.observability import HealthReport, ObservabilityServer
+from meshkit.rpc.channel import open_channel
+from meshkit.rpc.server import RpcServer
+from meshkit.service import StopSignal, run_service, supervise, write_ready
+from meshkit.telemetry.logging import configure_logging, get_logger
+from meshkit.telemetry.metrics import Metrics
+from worker_svc.config import WorkerConfig
+from worker_svc.metrics import WorkerMetrics, state_word
+from worker_svc.registration import ExecutorState, Registrar
+from worker_svc.supervisor import Supervisor
+
+log = get_logger(__name__)
+
+STOP_GRACE_S = 0.5
+
+
+@dataclass(frozen=True)
+class WorkerAddresses:
+    """Where the supervisor listens: gRPC (health only) and HTTP."""
+
+    address: str
+    http_address: str
+
+
+class WorkerService:
+    """One worker: a supervisor and its executor. Must be made inside the event loop that it runs on."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._channel = open_channel(config.scheduler_address, traced=False)
+        self._addresses = WorkerAddresses("", "")
+        self.registrar = Registrar(self._channel, on_registered=self._tell_ready)
+        self._metrics = WorkerMetrics(Metrics(), config)
+        self.supervisor = Supervisor(config, self.registrar, on_change=self._refresh)
+        self._rpc = RpcServer(listen=config.listen, reflection=config.reflection)
+        self._http = ObservabilityServer(config.http_listen, self._metrics.registry, self._health)
+
+    def __repr__(self) -> str:
+        return f"<WorkerService {self.supervisor!r}>"
+
+    async def start(self) -> WorkerAddresses:
+        """Bind, then start the executor; returns when it is ready to be registered.
+
+        Raises:
+            MeshError: an address cannot be bound, or the executor did not start: nothing is left running.
+        """
+        try:
+            address = await self._rpc.start()
+            http_address = await self._http.start()
+            await self.supervisor.start()
+        except BaseException:
+            await self.stop(drain=False)
+            raise
+        await self._rpc.set_serving(True)
+        self._addresses = WorkerAddresses(address, http_address)
+        return self._addresses
+
+    async def run(self) -> None:
+        """Keep the executor alive and registered until cancelled.
+
+        Raises:
+            MeshError: the executor cannot be replaced, or the scheduler refuses this worker.
+        """
+        await supervise(
+            self.supervisor.run(), registration=self.registrar.run(), metrics=self._refresh_regularly()
+        )
+
+    async def stop(self, *, drain: bool) -> None:
+        """Leave the mesh and end. drain: first let requests end. Call it after `run` was cancelled."""
+        if drain:
+            beats = asyncio.create_task(self.registrar.run(), name="heartbeats while draining")
+            try:
+                await self.supervisor.stop()
+            finally:
+                beats.cancel()
+                await asyncio.gather(beats, return_exceptions=True)
+        await self.registrar.deregister()
+        await self.supervisor.close()
+        await self._rpc.stop(STOP_GRACE_S)
+        await self._http.stop()
+        await self._channel.close()
+
+    def _health(self) -> HealthReport:
+        status = self.supervisor.status
+        since = status.since_last_step_s
+        registered = self.registrar.registered.is_set()
+        return HealthReport(
+            serving=status.state == ExecutorState.EXECUTOR_STATE_READY,
+            parts={
+                "process": "ok",
+                "executor": f"{state_word(status.state)} {status.probe_message}".strip(),
+                "last_step": "none yet" if since is None else f"{since:.1f} s ago",
+                "registration": "registered" if registered else "not registered",
+            },
+        )
+
+    def _tell_ready(self, registered: RegisterRequest) -> None:
+        """Say where the worker and its present executor are: at first, and again after a replacement."""
+        log.info("worker is ready", worker=registered.worker_id, instance_id=registered.instance_id)
+        if self._config.ready_file is None:
+            return
+        write_ready(self._config.ready_file, {
+            "service": "worker",
+            "pid": os.getpid(),
+            "address": self._config.advertise or self._addresses.address,
+            "http_address": self._addresses.http_address,
+            "worker": registered.worker_id,
+            "instance_id": registered.instance_id,
+            "executor_pid": registered.executor_pid,
+            "executor_address": registered.executor_address,
+        })  # fmt: skip
+
+    def _refresh(self) -> None:
+        try:
+            chip = self.supervisor.ready.report.chip
+        except Unavailable:
+            return
+        self._metrics.refresh(self.supervisor, chip=chip)
+
+    async def _refresh_regularly(self) -> None:
+        while True:
+            self._refresh()
+            await asyncio.sleep(self._config.executor.probe_interval_s)
+
+
+def main(config_path: str) -> int:
+    """Run the worker that the file describes until SIGTERM; returns the process' exit code."""
+
+    async def run(stop: StopSignal) -> None:
+        config = load_config(WorkerConfig, Path(config_path))
+        configure_logging("worker", level=config.log_level)
+        log.info("configuration", config=describe(config))
+        await _serve(config, stop)
+
+    return run_service(run, name="worker")
+
+
+async def _serve(config: WorkerConfig, stop: StopSignal) -> None:
+    service = WorkerService(config)
+    starting = asyncio.create_task(service.start(), name="worker start")
+    if not await _before_stop(starting, stop):
+        return
+    _refusal_as_failure(starting)
+    running = asyncio.create_task(service.run(), name="worker")
+    stopping = asyncio.create_task(stop.wait(), name="stop signal")
+    try:
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (running, stopping):
+            task.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
+        await service.stop(drain=stop.is_set())
+    if not running.cancelled():
+        running.result()
+
+
+async def _before_stop(starting: asyncio.Task[WorkerAddresses], stop: StopSignal) -> bool:
+    """Wait for the start; False where the wish to stop came first, and the start was given up."""
+    stopping = asyncio.create_task(stop.wait(), name="stop signal")
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not starting.done():
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return False
+    return True
+
+
+def _refusal_as_failure(starting: asyncio.Task[WorkerAddresses]) -> None:
+    """Raise why the start failed: a refusal of the executor is exit 1, only a wrong file is exit 2."""
+    try:
+        starting.result()
+    except InvalidArgument as error:
+        raise FailedPrecondition(error.message, field=error.field, reason=error.reason) from error

@@ -1,0 +1,1 @@
+"""One file per service of the device-plugin contract: translation only."""

@@ -1,0 +1,134 @@
+"""ExecutionService: loads, allocates, attaches, and keeps the device thread fed with step plans."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from functools import partial
+
+from chipmesh.device.v1alpha1.execution_pb2 import (
+    AllocateKvCacheRequest,
+    AllocateKvCacheResponse,
+    AttachRequest,
+    AttachResponse,
+    ExecuteStepsRequest,
+    ExecuteStepsResponse,
+    LoadModelRequest,
+    LoadModelResponse,
+    LoadProgress,
+    ProfileRequest,
+    ProfileResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
+)
+from chipmesh.device.v1alpha1.execution_pb2_grpc import ExecutionServiceServicer
+from meshkit.errors import Aborted, FailedPrecondition, Unimplemented
+from meshkit.rpc.handlers import Context
+from meshkit.telemetry.logging import get_logger
+from worker_svc.device_thread import DeviceThread
+from worker_svc.executor.step_stream import StepStream
+from worker_svc.step_engine import StepEngine
+
+log = get_logger(__name__)
+
+
+class ExecutionService(ExecutionServiceServicer):
+    """One model on one device, for one scheduler at a time."""
+
+    def __init__(self, engine: StepEngine, device: DeviceThread, *, instance_id: str) -> None:
+        self._engine = engine
+        self._device = device
+        self._instance_id = instance_id
+        self._streams: set[StepStream] = set()
+
+    async def LoadModel(
+        self, request: LoadModelRequest, context: Context
+    ) -> AsyncIterator[LoadModelResponse]:
+        """Stream the progress of a load, then the model. A caller that leaves does not stop the load."""
+        del context
+        loop = asyncio.get_running_loop()
+        stages: asyncio.Queue[LoadProgress | None] = asyncio.Queue()
+
+        def report(stage: str, fraction: float) -> None:
+            message = LoadProgress(stage=stage, fraction=min(max(fraction, 0.0), 1.0))
+            loop.call_soon_threadsafe(stages.put_nowait, message)
+
+        loading = self._device.submit(partial(self._engine.load, request, report))
+        loading.add_done_callback(lambda _: stages.put_nowait(None))
+        async for stage in _thinned(stages):
+            yield LoadModelResponse(progress=stage)
+        yield LoadModelResponse(model=await loading)
+
+    async def AllocateKvCache(
+        self, request: AllocateKvCacheRequest, context: Context
+    ) -> AllocateKvCacheResponse:
+        """Allocate the pages."""
+        del context
+        allocated = await self._device.submit(partial(self._engine.allocate, request))
+        return AllocateKvCacheResponse(allocated_bytes=allocated)
+
+    async def Attach(self, request: AttachRequest, context: Context) -> AttachResponse:
+        """Take the executor for a scheduler: fence the one before and open a new epoch."""
+        del context
+        if request.instance_id != self._instance_id:
+            raise FailedPrecondition(
+                f"instance_id is {request.instance_id!r}; this executor is {self._instance_id!r}",
+                field="instance_id",
+                reason="OTHER_INSTANCE",
+                instance_id=self._instance_id,
+            )
+        self._fence(f"scheduler {request.scheduler_id!r} attached")
+        attached = await self._device.submit(self._engine.attach)
+        # A stream of the epoch before may have been opened while this waited for its turn.
+        self._fence(f"scheduler {request.scheduler_id!r} attached")
+        log.info("scheduler attached", scheduler_id=request.scheduler_id, epoch=attached.epoch)
+        return attached
+
+    async def ExecuteSteps(
+        self, request_iterator: AsyncIterator[ExecuteStepsRequest], context: Context
+    ) -> AsyncIterator[ExecuteStepsResponse]:
+        """Take plans and send results, in order; plans are queued on the device ahead of results."""
+        del context
+
+        def take_over() -> None:
+            self._fence("its scheduler opened another one", but=stream)
+
+        stream = StepStream(self._engine, self._device, take_over=take_over)
+        self._streams.add(stream)
+        try:
+            async with aclosing(stream.run(request_iterator)) as results:
+                async for result in results:
+                    yield ExecuteStepsResponse(result=result)
+        finally:
+            self._streams.discard(stream)
+
+    async def Profile(self, request: ProfileRequest, context: Context) -> ProfileResponse:
+        """No plugin contract has a profiler yet."""
+        del request, context
+        raise Unimplemented(
+            "Profile is not offered: the plugin contract of this release has no profiler",
+            reason="NO_PROFILER",
+        )
+
+    async def UnloadModel(self, request: UnloadModelRequest, context: Context) -> UnloadModelResponse:
+        """Free the model and the pages."""
+        del request, context
+        self._fence("the model is unloaded")
+        await self._device.submit(self._engine.unload)
+        return UnloadModelResponse()
+
+    def _fence(self, why: str, *, but: StepStream | None = None) -> None:
+        for stream in self._streams - {but}:
+            stream.fence(Aborted(f"this stream has ended: {why}. Attach again", reason="FENCED"))
+            self._streams.discard(stream)
+
+
+async def _thinned(stages: asyncio.Queue[LoadProgress | None]) -> AsyncIterator[LoadProgress]:
+    """Progress until None, without messages that tell nothing new (same stage, less than 1 % more)."""
+    sent: LoadProgress | None = None
+    while (stage := await stages.get()) is not None:
+        is_new = sent is None or stage.stage != sent.stage
+        if is_new or stage.fraction >= 1.0 or (sent is not None and stage.fraction - sent.fraction >= 0.01):
+            sent = stage
+            yield stage

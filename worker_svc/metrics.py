@@ -1,0 +1,47 @@
+"""What a worker's supervisor exports: its executor's state, its replacements, how long ago it worked."""
+
+from __future__ import annotations
+
+from meshkit.telemetry.metrics import Metrics
+from worker_svc.config import WorkerConfig
+from worker_svc.registration import ExecutorState
+from worker_svc.supervisor import Supervisor
+
+_LABELS = ("group", "worker", "chip")
+_STATES = {
+    ExecutorState.EXECUTOR_STATE_STARTING: "starting",
+    ExecutorState.EXECUTOR_STATE_READY: "ready",
+    ExecutorState.EXECUTOR_STATE_DEAD: "dead",
+    ExecutorState.EXECUTOR_STATE_DRAINING: "draining",
+}
+
+
+def state_word(state: ExecutorState.ValueType) -> str:
+    """A state for people and labels."""
+    return _STATES.get(state, "unknown")
+
+
+class WorkerMetrics:
+    """Gauges that `refresh` sets from the supervisor."""
+
+    def __init__(self, metrics: Metrics, config: WorkerConfig) -> None:
+        self.registry = metrics.registry
+        self._config = config
+        self._state = metrics.gauge(
+            "executor_state", "1 for the state that the executor is in", labels=(*_LABELS, "state")
+        )
+        self._restarts = metrics.gauge(
+            "executor_restarts", "Executors started in place of a lost one", labels=_LABELS
+        )
+        self._idle = metrics.gauge(
+            "executor_since_last_step_seconds", "Time since the device ended a piece of work", labels=_LABELS
+        )
+
+    def refresh(self, supervisor: Supervisor, *, chip: str) -> None:
+        """Take over the present values."""
+        labels = (self._config.group, self._config.worker_id, chip)
+        for state, word in _STATES.items():
+            self._state.labels(*labels, word).set(1.0 if state == supervisor.status.state else 0.0)
+        self._restarts.labels(*labels).set(supervisor.status.restarts)
+        if supervisor.status.since_last_step_s is not None:
+            self._idle.labels(*labels).set(supervisor.status.since_last_step_s)

@@ -1,0 +1,3 @@
+"""Model architectures, written on the operator catalogue: no chip, no kernel."""
+
+from __future__ import annotations

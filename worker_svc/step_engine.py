@@ -1,0 +1,376 @@
+"""What the device thread does: load a model, allocate pages, apply step plans and run them.
+
+Every method runs on the device thread, save those that say otherwise.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+
+from chipmesh.device.v1alpha1.execution_pb2 import (
+    AllocateKvCacheRequest,
+    AttachResponse,
+    LoadModelRequest,
+    SlotFailure,
+    StepPlan,
+    StepResult,
+)
+from chipmesh.device.v1alpha1.execution_pb2 import LoadedModel as LoadedModelMessage
+from chipmesh.device.v1alpha1.execution_pb2 import OperatorDecision as OperatorDecisionMessage
+from meshkit.errors import FailedPrecondition, InvalidArgument, MeshError, Unavailable
+from meshkit.telemetry.logging import get_logger
+from plugins.sdk.runner import LoadedModel, LoadOptions, ModelRunner, Progress, RowFailure, StepOutput
+from worker_svc.request_spans import RequestSpans
+from worker_svc.slots import AppliedPlan, SlotTable
+
+log = get_logger(__name__)
+
+_INT32_LIMIT = 2**31
+
+
+class EngineState(enum.Enum):
+    """How far the engine is; the value is for people."""
+
+    EMPTY = "no model is loaded"
+    LOADING = "loading a model"
+    LOADED = "a model is loaded, its KV cache is not allocated"
+    READY = "takes steps"
+    FAILED = "the device failed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    request: LoadModelRequest
+    model: LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step made, in lists of its own: the runner may reuse its arrays for the next step.
+
+    Times in seconds; idle_s: from the end of the step before, None for the first.
+    """
+
+    epoch: int
+    step_seq: int
+    device_s: float
+    idle_s: float | None
+    slots: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    failures: Sequence[RowFailure] = ()
+
+    def to_proto(self) -> StepResult:
+        """The message; made off the device thread, which has the next step to run."""
+        return StepResult(
+            epoch=self.epoch,
+            step_seq=self.step_seq,
+            slots=self.slots,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            failures=[
+                SlotFailure(slot=failure.slot, reason=failure.reason, message=failure.message)
+                for failure in self.failures
+            ],
+            device_time=_duration(self.device_s),
+            idle_time=None if self.idle_s is None else _duration(self.idle_s),
+        )
+
+
+class StepEngine:
+    """Drives one runner.
+
+    page_sizes: those that the chip's attention accepts; empty: any.
+    span_attributes: put on every request's span.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        page_sizes: Sequence[int] = (),
+        span_attributes: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner = runner
+        self._page_sizes = tuple(page_sizes)
+        self._spans = RequestSpans(span_attributes or {})
+        self._clock = clock
+        self._loaded: _Loaded | None = None
+        self._allocated: tuple[AllocateKvCacheRequest, int] | None = None
+        self._table: SlotTable | None = None
+        self._epoch = 0
+        self._last_step_end: float | None = None
+        self._state = EngineState.EMPTY
+        self._failure = ""
+
+    def __repr__(self) -> str:
+        return f"<StepEngine {self._state.name} epoch={self._epoch}>"
+
+    @property
+    def state(self) -> EngineState:
+        """May be read on any thread."""
+        return self._state
+
+    @property
+    def failure(self) -> str:
+        """Why the device failed, for people; "" while it has not. May be read on any thread."""
+        return self._failure
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the last attach; 0 before the first. May be read on any thread."""
+        return self._epoch
+
+    @property
+    def occupied_slots(self) -> int:
+        """Slots that hold a request. May be read on any thread."""
+        table = self._table
+        return 0 if table is None else table.occupied
+
+    def load(self, request: LoadModelRequest, progress: Progress) -> LoadedModelMessage:
+        """Load a model; the same request again returns the loaded one.
+
+        Raises:
+            FailedPrecondition: another model is loaded. Unavailable: the device failed. Else as
+            ModelRunner.load.
+        """
+        self._check_well()
+        if self._loaded is not None:
+            if self._loaded.request != request:
+                raise FailedPrecondition(
+                    f"model {self._loaded.request.model_path!r} is loaded; call UnloadModel first",
+                    reason="MODEL_LOADED",
+                )
+            return model_message(self._loaded.model)
+        self._state = EngineState.LOADING
+        try:
+            with self._device_failures("loading the model"):
+                model = self._runner.load(_load_options(request), progress)
+        except MeshError:
+            if not self._failure:
+                self._state = EngineState.EMPTY
+            raise
+        self._loaded = _Loaded(request, model)
+        self._state = EngineState.LOADED
+        return model_message(model)
+
+    def allocate(self, request: AllocateKvCacheRequest) -> int:
+        """Allocate the pages; returns bytes. The same request again returns the same.
+
+        Raises:
+            InvalidArgument: a number is out of range. FailedPrecondition: no model, or other pages are
+            allocated.
+            Unavailable: the device failed. Else as ModelRunner.allocate_kv_cache.
+        """
+        self._check_well()
+        loaded = self._require_model()
+        if self._allocated is not None:
+            if self._allocated[0] != request:
+                raise FailedPrecondition(
+                    "another KV cache is allocated; call UnloadModel first", reason="KV_CACHE_ALLOCATED"
+                )
+            return self._allocated[1]
+        self._check_sizes(request)
+        with self._device_failures("allocating the KV cache"):
+            allocated_bytes = self._runner.allocate_kv_cache(
+                page_count=request.page_count, page_size=request.page_size_tokens, max_slots=request.max_slots
+            )
+        self._table = SlotTable(
+            page_count=request.page_count,
+            page_size=request.page_size_tokens,
+            max_slots=request.max_slots,
+            vocab_size=loaded.model.vocab_size,
+        )
+        self._allocated = (request, allocated_bytes)
+        self._state = EngineState.READY
+        return allocated_bytes
+
+    def attach(self) -> AttachResponse:
+        """Drop all slots and open a new epoch.
+
+        Raises:
+            FailedPrecondition: no model or no KV cache. Unavailable: the device failed.
+        """
+        self._check_well()
+        loaded = self._require_model()
+        if self._table is None or self._allocated is None:
+            raise FailedPrecondition(
+                "no KV cache is allocated; call AllocateKvCache first", reason="NO_KV_CACHE"
+            )
+        self._spans.end_all()
+        with self._device_failures("dropping all slots"):
+            self._runner.reset()
+        self._epoch += 1
+        self._table.reset(epoch=self._epoch)
+        self._last_step_end = None
+        sizes = self._allocated[0]
+        return AttachResponse(
+            epoch=self._epoch,
+            page_count=sizes.page_count,
+            page_size_tokens=sizes.page_size_tokens,
+            max_slots=sizes.max_slots,
+            model=model_message(loaded.model),
+        )
+
+    def execute(self, plan: StepPlan) -> StepOutcome:
+        """Apply one plan and run it.
+
+        Raises:
+            Aborted, InvalidArgument: as SlotTable.apply; nothing has changed. Unavailable: the device
+            failed. A MeshError of the runner: the step is lost, and the scheduler must attach again.
+        """
+        self._check_well()
+        table = self._table
+        if table is None:
+            raise FailedPrecondition(
+                "no KV cache is allocated; call AllocateKvCache first", reason="NO_KV_CACHE"
+            )
+        start = self._clock()
+        applied = table.apply(plan)
+        try:
+            with self._device_failures(f"step {plan.step_seq}"):
+                output = self._run(applied, plan)
+        except MeshError:
+            # The table is a step ahead of the runner: nothing is right until a scheduler attaches anew.
+            table.reset(epoch=0)
+            self._spans.end_all()
+            raise
+        return self._finish(plan, output, table, start)
+
+    def end_stream(self, epoch: int) -> None:
+        """The stream of an epoch has ended: its spans end. Its slots stay until the next attach."""
+        if epoch == self._epoch:
+            self._spans.end_all()
+
+    def unload(self) -> None:
+        """Free the model and the pages. Idempotent."""
+        self._spans.end_all()
+        with self._device_failures("unloading the model"):
+            self._runner.unload()
+        self._loaded = self._allocated = self._table = None
+        if not self._failure:
+            self._state = EngineState.EMPTY
+
+    def _run(self, applied: AppliedPlan, plan: StepPlan) -> StepOutput | None:
+        for slot in applied.released:
+            self._spans.release(slot)
+            self._runner.release(slot)
+        for index, (admission, page_ids) in enumerate(applied.admitted):
+            traceparent = plan.admitted[index].traceparent
+            self._spans.admit(admission.slot, traceparent=traceparent, cached_tokens=admission.cached_tokens)
+            self._runner.admit(admission, page_ids)
+        return None if applied.batch is None else self._runner.run_step(applied.batch)
+
+    def _finish(
+        self, plan: StepPlan, output: StepOutput | None, table: SlotTable, start: float
+    ) -> StepOutcome:
+        """The outcome; also what follows from it for slots, spans and times."""
+        end = self._clock()
+        idle_s = None if self._last_step_end is None else start - self._last_step_end
+        self._last_step_end = end
+        if output is None:
+            return StepOutcome(plan.epoch, plan.step_seq, end - start, idle_s)
+        slots: list[int] = output.slots.tolist()
+        for failure in output.failures:
+            table.stop_decoding(failure.slot)
+        self._spans.sampled(slots)
+        logprobs = () if output.logprobs is None else output.logprobs.tolist()
+        return StepOutcome(
+            plan.epoch,
+            plan.step_seq,
+            end - start,
+            idle_s,
+            slots,
+            output.token_ids.tolist(),
+            logprobs,
+            output.failures,
+        )
+
+    @contextmanager
+    def _device_failures(self, doing: str) -> Iterator[None]:
+        """What is no MeshError means that the device cannot be trusted any more."""
+        try:
+            yield
+        except MeshError:
+            raise
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            self._state, self._failure = EngineState.FAILED, f"{doing}: {cause}"
+            log.exception("the device failed", doing=doing)
+            raise self._unavailable() from error
+
+    def _check_well(self) -> None:
+        if self._failure:
+            raise self._unavailable()
+
+    def _unavailable(self) -> Unavailable:
+        return Unavailable(
+            f"the device failed while {self._failure}. The executor must be replaced", reason="DEVICE_FAILED"
+        )
+
+    def _require_model(self) -> _Loaded:
+        if self._loaded is None:
+            raise FailedPrecondition("no model is loaded; call LoadModel first", reason="NO_MODEL")
+        return self._loaded
+
+    def _check_sizes(self, request: AllocateKvCacheRequest) -> None:
+        for name in ("page_count", "page_size_tokens", "max_slots"):
+            value = getattr(request, name)
+            if not 1 <= value < _INT32_LIMIT:
+                raise InvalidArgument(f"{name} is {value}; it must be 1 to {_INT32_LIMIT - 1}", field=name)
+        if request.page_count * request.page_size_tokens >= _INT32_LIMIT:
+            raise InvalidArgument(
+                f"page_count × page_size_tokens is {request.page_count * request.page_size_tokens}; "
+                f"a cache holds at most {_INT32_LIMIT - 1} tokens",
+                field="page_count",
+            )
+        if self._page_sizes and request.page_size_tokens not in self._page_sizes:
+            sizes = ", ".join(str(size) for size in self._page_sizes)
+            raise InvalidArgument(
+                f"page_size_tokens is {request.page_size_tokens}; this chip's attention takes {sizes}",
+                field="page_size_tokens",
+            )
+
+
+def model_message(model: LoadedModel) -> LoadedModelMessage:
+    """The wire form of a loaded model."""
+    return LoadedModelMessage(
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        context_tokens=model.context_tokens,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        weight_bytes=model.weight_bytes,
+        weights_version=model.weights_version,
+        numeric_class=model.numeric_class,
+        kv_cache_dtype=model.kv_cache_dtype,
+        kv_layout=model.kv_layout,
+        eos_token_ids=model.eos_token_ids,
+        operators=[
+            OperatorDecisionMessage(name=decision.name, choice=decision.choice, reason=decision.reason)
+            for decision in model.operators
+        ],
+    )
+
+
+def _load_options(request: LoadModelRequest) -> LoadOptions:
+    return LoadOptions(
+        model_path=request.model_path,
+        load_format=request.load_format or "auto",
+        dtype=request.dtype or "auto",
+        kv_cache_dtype=request.kv_cache_dtype or "auto",
+        device=request.device,
+        strict=request.strict,
+        cache_dir=request.cache_dir,
+    )
+
+
+def _duration(seconds: float) -> Duration:
+    nanos = max(int(seconds * 1e9), 0)
+    return Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)

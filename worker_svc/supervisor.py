@@ -1,0 +1,311 @@
+"""Keeps one worker's executor alive: starts it, watches it, replaces it, drains it.
+
+No torch, no chip's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+
+from chipmesh.device.v1alpha1.plugin_pb2 import ProbeRequest, ProbeResponse
+from chipmesh.device.v1alpha1.plugin_pb2_grpc import PluginServiceStub
+from meshkit.errors import MeshError, Unavailable
+from meshkit.rpc.channel import open_channel
+from meshkit.telemetry.logging import get_logger
+from worker_svc.config import WorkerConfig
+from worker_svc.executor.settings import ExecutorSettings
+from worker_svc.executor_process import ExecutorFailed, ExecutorProcess, spawn_executor
+from worker_svc.executor_setup import ReadyExecutor, registration_of, set_up_executor
+from worker_svc.registration import ExecutorState, Registrar
+
+if TYPE_CHECKING:  # generated for type checkers only
+    from chipmesh.device.v1alpha1.plugin_pb2_grpc import PluginServiceAsyncStub
+
+log = get_logger(__name__)
+
+PROBE_TIMEOUT_S = 2.0
+
+
+@dataclass(slots=True)
+class SupervisorStatus:
+    """What is to be seen from outside. since_last_step_s: as the executor's last probe said."""
+
+    state: ExecutorState.ValueType = ExecutorState.EXECUTOR_STATE_STARTING
+    restarts: int = 0
+    since_last_step_s: float | None = None
+    probe_message: str = ""
+
+
+@dataclass(slots=True)
+class _Executor:
+    process: ExecutorProcess
+    channel: grpc.aio.Channel
+    ready: ReadyExecutor
+
+
+class Supervisor:
+    """One worker id, one executor at a time.
+
+    on_progress: told of each stage of loading a model and the share done.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        registrar: Registrar,
+        *,
+        on_progress: Callable[[str, float], None] | None = None,
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._registrar = registrar
+        self._on_progress = on_progress or log_progress
+        self._on_change = on_change or _nothing
+        self._takeover_token = config.takeover_token or secrets.token_hex(16)
+        self._executor: _Executor | None = None
+        self.status = SupervisorStatus()
+
+    def __repr__(self) -> str:
+        state = ExecutorState.Name(self.status.state)
+        return f"<Supervisor {self._config.worker_id} {state} restarts={self.status.restarts}>"
+
+    @property
+    def process(self) -> ExecutorProcess:
+        """The present executor's process, alive or not.
+
+        Raises:
+            Unavailable: none was started yet.
+        """
+        return self._present().process
+
+    @property
+    def ready(self) -> ReadyExecutor:
+        """What the present executor reported. Raises Unavailable as `process`."""
+        return self._present().ready
+
+    async def start(self) -> None:
+        """Start the first executor and announce it.
+
+        Raises:
+            MeshError: it failed; a first start is not tried again, since its cause will stay.
+        """
+        self._executor = await self._launch()
+        self._announce(self._executor)
+
+    async def run(self) -> None:
+        """Replace the executor whenever it ends, is unhealthy or does not answer; returns never.
+
+        Raises:
+            MeshError: the start failed `executor.max_restarts` times in a row.
+        """
+        while True:
+            executor = self._present()
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            reason = await self._watch(executor)
+            lasted_s = loop.time() - began
+            log.error("executor is lost", reason=reason, pid=executor.process.pid, lasted_s=lasted_s)
+            self._set_state(ExecutorState.EXECUTOR_STATE_DEAD, executor.process.instance_id)
+            await self._bury(executor)
+            self._executor = await self._launch_again()
+            self._announce(self._executor)
+
+    async def stop(self) -> None:
+        """Tell the scheduler, let running requests end, then end the executor.
+
+        Call it after `run` was cancelled.
+        """
+        executor = self._executor
+        if executor is None:
+            return
+        if executor.process.alive:
+            self._set_state(ExecutorState.EXECUTOR_STATE_DRAINING, executor.process.instance_id)
+            drained = await executor.process.drain(timeout_s=self._config.drain_timeout_s)
+            log.info("drained" if drained else "requests move, the time to drain is over")
+
+    async def close(self) -> None:
+        """End the executor's process."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            await self._bury(executor)
+
+    # ---- starting
+
+    async def _launch(self) -> _Executor:
+        config = self._config
+        settings = self._settings()
+        self._set_state(ExecutorState.EXECUTOR_STATE_STARTING, settings.instance_id)
+        process = await spawn_executor(
+            settings,
+            python=config.executor.python,
+            environment=_environment(config),
+            timeout_s=config.executor.start_timeout_s,
+        )
+        log.info(
+            "executor started", pid=process.pid, address=process.address, instance_id=process.instance_id
+        )
+        channel = open_channel(process.address, traced=False)
+        try:
+            ready = await self._set_up(process, channel)
+        except BaseException:
+            await channel.close()
+            await process.stop(timeout_s=config.executor.stop_timeout_s)
+            raise
+        return _Executor(process, channel, ready)
+
+    async def _set_up(self, process: ExecutorProcess, channel: grpc.aio.Channel) -> ReadyExecutor:
+        """Set the executor up; its death while it loads is an error at once, not a broken call later."""
+        setup = asyncio.create_task(
+            set_up_executor(channel, self._config, progress=self._on_progress), name="executor setup"
+        )
+        death = asyncio.create_task(process.wait(), name="executor death")
+        try:
+            await asyncio.wait({setup, death}, return_when=asyncio.FIRST_COMPLETED)
+            if death.done() and not (setup.done() and setup.exception() is None):
+                raise ExecutorFailed(
+                    f"the executor {death.result()} while it loaded the model", reason="EXECUTOR_DIED"
+                )
+            return await setup
+        finally:
+            for task in (setup, death):
+                task.cancel()
+            await asyncio.gather(setup, death, return_exceptions=True)
+
+    async def _launch_again(self) -> _Executor:
+        """A new executor, with growing pauses between attempts."""
+        limits = self._config.executor
+        backoff_s = limits.restart_backoff_s
+        failures = 0
+        while True:
+            await asyncio.sleep(backoff_s)
+            self.status.restarts += 1
+            try:
+                return await self._launch()
+            except MeshError as error:
+                failures += 1
+                if failures > limits.max_restarts:
+                    raise ExecutorFailed(
+                        f"the executor could not be replaced after {failures} attempts; the last "
+                        f"one: {error.message}",
+                        field=error.field,
+                        reason=error.reason,
+                    ) from error
+                log.warning("executor could not be started", error=error.message, attempt=failures)
+                backoff_s = min(backoff_s * 2, limits.restart_backoff_max_s)
+
+    def _settings(self) -> ExecutorSettings:
+        config = self._config
+        return ExecutorSettings(
+            backend=config.backend,
+            backend_options=_backend_options(config),
+            instance_id=f"{config.worker_id}-{secrets.token_hex(6)}",
+            device=config.device,
+            listen=config.executor.listen,
+            cache_dir=config.cache_dir,
+            tracing=config.tracing,
+            log_level=config.log_level,
+            reflection=config.reflection,
+            span_attributes={
+                "chipmesh.worker": config.worker_id,
+                "chipmesh.group": config.group,
+                "chipmesh.model": config.model,
+            },
+        )
+
+    def _announce(self, executor: _Executor) -> None:
+        request = registration_of(
+            executor.ready, self._config, executor.process, takeover_token=self._takeover_token
+        )
+        self.status.state = ExecutorState.EXECUTOR_STATE_READY
+        self._registrar.announce(request)
+        self._on_change()
+
+    # ---- watching
+
+    async def _watch(self, executor: _Executor) -> str:
+        """Return when the executor must be replaced: why."""
+        death = asyncio.create_task(executor.process.wait(), name="executor death")
+        illness = asyncio.create_task(self._probe_until_ill(executor), name="executor probe")
+        try:
+            done, _ = await asyncio.wait({death, illness}, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for task in (death, illness):
+                task.cancel()
+            await asyncio.gather(death, illness, return_exceptions=True)
+
+    async def _probe_until_ill(self, executor: _Executor) -> str:
+        stub: PluginServiceAsyncStub = PluginServiceStub(executor.channel)
+        loop = asyncio.get_running_loop()
+        answered = loop.time()
+        while True:
+            await asyncio.sleep(self._config.executor.probe_interval_s)
+            try:
+                probe = await stub.Probe(ProbeRequest(), timeout=PROBE_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                silent_s = loop.time() - answered
+                self.status.probe_message = f"no answer for {silent_s:.1f} s ({error.code().name})"
+                if silent_s > self._config.executor.unresponsive_after_s:
+                    return f"answered no probe for {silent_s:.1f} s"
+                continue
+            answered = loop.time()
+            self._note_probe(probe)
+            if probe.readiness == ProbeResponse.READINESS_UNHEALTHY:
+                return f"is unhealthy: {probe.message}"
+
+    def _note_probe(self, probe: ProbeResponse) -> None:
+        self.status.probe_message = probe.message
+        self.status.since_last_step_s = (
+            _seconds(probe.since_last_step) if probe.HasField("since_last_step") else None
+        )
+
+    # ---- ending
+
+    async def _bury(self, executor: _Executor) -> None:
+        await executor.channel.close()
+        timeout_s = self._config.executor.stop_timeout_s if executor.process.alive else 0.1
+        await executor.process.stop(timeout_s=timeout_s)
+
+    def _set_state(self, state: ExecutorState.ValueType, instance_id: str) -> None:
+        self.status.state = state
+        self._registrar.set_state(state, instance_id=instance_id)
+        self._on_change()
+
+    def _present(self) -> _Executor:
+        if self._executor is None:
+            raise Unavailable("no executor is running", reason="NO_EXECUTOR")
+        return self._executor
+
+
+def log_progress(stage: str, fraction: float) -> None:
+    """The event that the command line shows as a progress bar."""
+    log.info("load_progress", stage=stage, fraction=fraction)
+
+
+def _environment(config: WorkerConfig) -> Mapping[str, str]:
+    """What is set before the executor's interpreter starts: runtimes read thread counts and
+    visibility once.
+    """
+    threads = {} if config.executor.threads is None else {"OMP_NUM_THREADS": str(config.executor.threads)}
+    return {**threads, **config.executor.environment}
+
+
+def _backend_options(config: WorkerConfig) -> dict[str, str]:
+    """The plugin's options; `executor.threads` is one of them, which a plugin without it refuses by name."""
+    threads = {} if config.executor.threads is None else {"threads": str(config.executor.threads)}
+    return {**threads, **config.backend_options}
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def _nothing() -> None:
+    return None
