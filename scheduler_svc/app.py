@@ -166,7 +166,7 @@ def main(config_path: str) -> int:
     async def run(stop: StopSignal) -> None:
         config = load_config(SchedulerConfig, Path(config_path))
         configure_logging("scheduler", level=config.log_level)
-        tracing = configure_tracing("scheduler", config.tracing)
+        tracing = configure_tracing("chipmesh-scheduler", config.tracing)
         log.info("configuration", config=describe(config))
         try:
             await _serve(config, stop)

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshkit.errors import InvalidArgument, NotFound
-from plugins.sdk.host_limits import read_memory_limit
+from meshkit.errors import InvalidArgument
+from plugins.sdk.host import check_host_device
+from plugins.sdk.host_limits import read_memory_limit, usable_cpus
 from plugins.sdk.memory import MemoryStats, PooledMemory
 from plugins.sdk.tensors import DTYPE_BYTES, HostTensor
 
@@ -34,23 +35,27 @@ class PackedWeight:
 
 
 class CpuMemory(PooledMemory):
-    """One address space: buffers of device 0 and of the host are the same kind, copies are memcpy."""
+    """One address space: buffers of devices and of the host are the same kind, copies are memcpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = usable_cpus()
 
     def stats(self, device: int) -> MemoryStats:
         """The control group's limit, and what this process has allocated here."""
-        _check_device(device)
+        check_host_device(device, self._count)
         limit = read_memory_limit()
         return MemoryStats(
             total_bytes=limit.total_bytes,
             free_bytes=limit.free_bytes,
             allocated_bytes=sum(self._allocated.values()),
-            pooled_bytes=self._pooled(None) + self._pooled(0),
+            pooled_bytes=sum(self._pooled(each) for each in (None, *range(self._count))),
             peak_allocated_bytes=sum(self._peak.values()),
         )
 
     def upload(self, value: HostTensor, device: int) -> Any:
         """A tensor of its own memory."""
-        _check_device(device)
+        check_host_device(device, self._count)
         tensor = torch.empty(value.shape, dtype=_TORCH_DTYPES[value.dtype])
         if value.data:
             raw = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
@@ -75,7 +80,7 @@ class CpuMemory(PooledMemory):
         return PackedWeight(packed, (weight.shape[0], weight.shape[1]))
 
     def _reserve(self, nbytes: int, device: int | None) -> Any:
-        _check_device(device or 0)
+        check_host_device(device or 0, self._count)
         free = read_memory_limit().free_bytes
         if nbytes > free:
             raise MemoryError(f"{free} bytes are free")
@@ -105,8 +110,3 @@ def can_pack(dtype: torch.dtype) -> bool:
 def onednn_is_available() -> bool:
     """Whether this torch has oneDNN and its packed product."""
     return bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _check_device(device: int) -> None:
-    if device != 0:
-        raise NotFound(f"device {device} does not exist; there is device 0 only", field="device")

@@ -16,6 +16,9 @@ from plugins.sdk.memory import MemoryManager
 from plugins.sdk.runner import ModelRunner
 
 VERSION = "0.1.0"
+EMULATED_DEVICES = 64
+"""More than anybody has processors: a test's fleet is as large as the test wants."""
+
 T = TypeVar("T")
 
 
@@ -33,8 +36,8 @@ class HashBackend(Backend):
 
     def __init__(self, options: HashOptions) -> None:
         self._options = options
-        self._devices = HostDevices()
-        self._memory = HostMemory()
+        self._devices = HostDevices(count=EMULATED_DEVICES)
+        self._memory = HostMemory(count=EMULATED_DEVICES)
 
     def info(self) -> PluginInfo:
         """Name and version; there is no runtime, library or framework under it."""

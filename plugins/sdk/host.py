@@ -17,13 +17,22 @@ from plugins.sdk.tensors import HostTensor
 
 
 class HostDevices(DeviceManager):
-    """One device, 0: the host. Work ends before a call returns, so streams and events are ids that are
-    checked.
+    """A host as devices: places for one executor each, which share its processors and memory.
 
+    Work ends before a call returns, so streams and events are ids that are checked.
+
+    count: number of devices; None: one for each processor that this process may use.
     threads: compute threads; None: the processors that this process may use.
     """
 
-    def __init__(self, *, threads: int | None = None, attributes: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        count: int | None = None,
+        threads: int | None = None,
+        attributes: Mapping[str, str] | None = None,
+    ) -> None:
+        self._count = count or usable_cpus()
         self._threads = threads or usable_cpus()
         self._attributes = dict(attributes or {})
         self._ids = itertools.count()
@@ -36,15 +45,15 @@ class HostDevices(DeviceManager):
         return True
 
     def list_devices(self) -> Sequence[DeviceProperties]:
-        """The host."""
-        return (self.properties(0),)
+        """All of them; they differ in their index only."""
+        return tuple(self.properties(index) for index in range(self._count))
 
     def properties(self, device: int) -> DeviceProperties:
         """Memory as the control group allows, threads as configured."""
-        _check_device(device)
+        check_host_device(device, self._count)
         memory = read_memory_limit()
         return DeviceProperties(
-            index=0,
+            index=device,
             name=processor_name(),
             memory_total_bytes=memory.total_bytes,
             memory_free_bytes=memory.free_bytes,
@@ -59,7 +68,7 @@ class HostDevices(DeviceManager):
 
     def create_stream(self, device: int) -> str:
         """A checked id."""
-        _check_device(device)
+        check_host_device(device, self._count)
         stream_id = f"stream-{next(self._ids)}"
         self._streams.add(stream_id)
         return stream_id
@@ -84,7 +93,7 @@ class HostDevices(DeviceManager):
 
     def synchronize(self, device: int, stream_id: str | None = None) -> None:
         """Nothing to wait for."""
-        _check_device(device)
+        check_host_device(device, self._count)
         if stream_id is not None:
             self._check_stream(stream_id)
 
@@ -96,23 +105,29 @@ class HostDevices(DeviceManager):
 class HostMemory(PooledMemory):
     """Host memory without a tensor framework: buffers are bytes, tensors numpy arrays (bfloat16 as its
     bits).
+
+    count: number of devices, as for HostDevices.
     """
+
+    def __init__(self, *, count: int | None = None) -> None:
+        super().__init__()
+        self._count = count or usable_cpus()
 
     def stats(self, device: int) -> MemoryStats:
         """The control group's limit, and what this process has allocated here."""
-        _check_device(device)
+        check_host_device(device, self._count)
         limit = read_memory_limit()
         return MemoryStats(
             total_bytes=limit.total_bytes,
             free_bytes=limit.free_bytes,
             allocated_bytes=sum(self._allocated.values()),
-            pooled_bytes=self._pooled(None) + self._pooled(0),
+            pooled_bytes=sum(self._pooled(each) for each in (None, *range(self._count))),
             peak_allocated_bytes=sum(self._peak.values()),
         )
 
     def upload(self, value: HostTensor, device: int) -> Any:
         """A numpy array; bfloat16 comes as uint16."""
-        _check_device(device)
+        check_host_device(device, self._count)
         return np.frombuffer(value.data, dtype=_NUMPY_DTYPES[value.dtype]).reshape(value.shape).copy()
 
     def download(self, tensor: Any) -> HostTensor:
@@ -124,7 +139,7 @@ class HostMemory(PooledMemory):
         return HostTensor(dtype, array.shape, array.tobytes())
 
     def _reserve(self, nbytes: int, device: int | None) -> Any:
-        _check_device(device or 0)
+        check_host_device(device or 0, self._count)
         return bytearray(nbytes)
 
     def _view(self, memory: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -142,6 +157,7 @@ _NUMPY_DTYPES = {
 _CONTRACT_DTYPES = {dtype: name for name, dtype in _NUMPY_DTYPES.items()}
 
 
-def _check_device(device: int) -> None:
-    if device != 0:
-        raise NotFound(f"device {device} does not exist; there is device 0 only", field="device")
+def check_host_device(device: int, count: int) -> None:
+    """Raise NotFound unless `device` is below `count`."""
+    if not 0 <= device < count:
+        raise NotFound(f"device {device} does not exist; there are {count}, from 0", field="device")

@@ -333,9 +333,8 @@ class Batcher:
         """Give a request a slot and pages for all its known tokens; None, and nothing done, without room."""
         node, cached_pages = self._pool.pin(ticket)
         cached = node.end if node is not None else 0
-        known = ticket.request.length
-        final = len(ticket.request.prompt) + ticket.budget - 1
-        needed = self._pool.pages_for(min(known + ROOM_TOKENS, final)) - cached
+        tokens = min(ticket.request.length + ROOM_TOKENS, ticket.final_tokens)
+        needed = self._pool.pages_for(tokens) - cached
         pages = self._pool.take(needed) if self._has_room(ticket, needed) else None
         if pages is None:
             if node is not None:
@@ -343,20 +342,14 @@ class Batcher:
             return None
         self._waiting.remove(ticket)
         ticket.move(Move.ADMIT)
-        cached_tokens = cached * self.limits.page_size
-        seat = ticket.seat = Seat(
-            ticket=ticket,
-            request=ticket.request,
+        seat = ticket.seat = Seat.of(
+            ticket,
             slot=self._free_slots.pop(),
-            key=ticket.key(),
-            known=known,
-            output_count=len(ticket.request.output),
-            page_ids=[*(cached_pages.tolist() if cached_pages is not None else ()), *pages],
+            page_ids=[*cached_pages, *pages],
             node=node,
             shared=cached,
-            confirmed=cached_tokens,
-            planned=cached_tokens,
-            reserve_due=self._reserve.enter(ticket.budget - len(ticket.request.output)),
+            cached_tokens=cached * self.limits.page_size,
+            reserve_due=self._reserve.enter(ticket.tokens_left),
         )
         self._seats[seat.slot] = self._prefilling[seat.slot] = seat
         if self.limits.enable_radix_cache:
@@ -367,7 +360,7 @@ class Batcher:
         """Whether `needed` pages leave enough for what runs to grow."""
         if not self._seats:
             return True
-        future = self._reserve.wanted_tokens(ticket.budget - len(ticket.request.output))
+        future = self._reserve.wanted_tokens(ticket.tokens_left)
         return needed + self._pool.pages_for(future) <= self._pool.available
 
     def _admission(self, seat: Seat) -> Admission:

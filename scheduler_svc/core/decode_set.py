@@ -106,10 +106,10 @@ class DecodeSet:
         return len(seat.page_ids) * self._page_size
 
     def _wants_page(self, seat: Seat) -> bool:
-        wanted = min(seat.origin + self.tick + ROOM_TOKENS - 1, seat.final_tokens)
+        wanted = min(seat.origin + self.tick + ROOM_TOKENS - 1, seat.ticket.final_tokens)
         return self._room(seat) < wanted
 
     def _file_page(self, seat: Seat) -> None:
         room = self._room(seat)
-        if room < seat.final_tokens:
+        if room < seat.ticket.final_tokens:
             self._needy[room - seat.origin - ROOM_TOKENS + 2].append(seat)

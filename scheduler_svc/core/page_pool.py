@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from scheduler_svc.core.errors import IdentityViolated
-from scheduler_svc.core.page_ledger import PageArray, PageLedger
+from scheduler_svc.core.page_ledger import PageLedger
 from scheduler_svc.core.radix_tree import Node, PrefixMatch, RadixTree
 from scheduler_svc.core.seat import Seat, Ticket
 from scheduler_svc.core.structures import PageCounts, ReplicaLimits
@@ -52,12 +52,12 @@ class PagePool:
         limit = (len(key) // TOKEN_BYTES - 1) // self._page_size
         return self.tree.match(key, salt=salt, limit=limit, touch=False)
 
-    def pin(self, ticket: Ticket) -> tuple[Node | None, PageArray | None]:
+    def pin(self, ticket: Ticket) -> tuple[Node | None, list[int]]:
         """Lock the cached prefix of a request that is to be admitted: the lock's node, and its pages."""
         key = ticket.key()
         limit = self.match(ticket).depth
         node = self.tree.lock(self.tree.match(key, salt=ticket.request.salt, limit=limit)) if limit else None
-        return node, self.tree.pages_to(node) if node is not None else None
+        return node, self.tree.pages_to(node).tolist() if node is not None else []
 
     # ------------------------------------------------------------ moving pages
 

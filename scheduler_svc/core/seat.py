@@ -45,6 +45,16 @@ class Ticket:
     def __repr__(self) -> str:
         return f"<Ticket of request {self.request.id}: {self.state.value}>"
 
+    @property
+    def tokens_left(self) -> int:
+        """Output tokens that it may still make."""
+        return self.budget - len(self.request.output)
+
+    @property
+    def final_tokens(self) -> int:
+        """Tokens that its pages hold at the very most: the last one made is never written."""
+        return len(self.request.prompt) + self.budget - 1
+
     def move(self, move: Move) -> None:
         """Change the state as the table says."""
         self.state = follow(self.state, move)
@@ -94,10 +104,34 @@ class Seat:
     def __repr__(self) -> str:
         return f"<Seat {self.slot} of request {self.request.id}: {self.ticket.state.value}>"
 
-    @property
-    def final_tokens(self) -> int:
-        """Tokens that its pages hold at the very most: the last one made is never written."""
-        return len(self.request.prompt) + self.ticket.budget - 1
+    @classmethod
+    def of(
+        cls,
+        ticket: Ticket,
+        *,
+        slot: Slot,
+        page_ids: list[int],
+        node: Node | None,
+        shared: int,
+        cached_tokens: int,
+        reserve_due: int,
+    ) -> Seat:
+        """A seat at admission: the first `shared` pages hold `cached_tokens` tokens, computed already."""
+        request = ticket.request
+        return cls(
+            ticket=ticket,
+            request=request,
+            slot=slot,
+            key=ticket.key(),
+            known=request.length,
+            output_count=len(request.output),
+            page_ids=page_ids,
+            node=node,
+            shared=shared,
+            confirmed=cached_tokens,
+            planned=cached_tokens,
+            reserve_due=reserve_due,
+        )
 
     @property
     def owned_pages(self) -> list[int]:

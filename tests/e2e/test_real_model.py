@@ -63,7 +63,7 @@ def test_raw_greedy_text_from_the_command_line_equals_the_reference(
 
 
 def test_greedy_tokens_equal_the_reference_alone(mesh: RunningMesh, golden: list[Golden]) -> None:
-    for example in golden[:6]:
+    for example in golden[:2]:
         example.check(generate(mesh, example).token_ids, where="alone")
 
 
@@ -202,8 +202,7 @@ def test_a_slow_reader_costs_others_nothing_and_loses_nothing(
     done = threading.Event()
 
     def others() -> None:
-        for _ in range(3):
-            generate(mesh, golden[0])
+        generate(mesh, golden[0])
         done.set()
 
     thread = threading.Thread(target=others)

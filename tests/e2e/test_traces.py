@@ -24,9 +24,7 @@ def test_one_request_is_one_trace_over_all_hops_without_an_orphan(tmp_path: Path
     arguments = ("--backend", "hash", "--model-path", str(model), "--load-format", "dummy")
     with otlp_sink() as (sink, endpoint):
         with running_mesh(tmp_path / "state", *arguments, "--otlp-endpoint", endpoint) as mesh:
-            answer = mesh.cli(
-                "generate", "hello", "--raw", "--max-tokens", "8", "--otlp-endpoint", endpoint, "--json"
-            )
+            answer = mesh.cli("generate", "hello", "--raw", "--max-tokens", "8", "--json")
             assert answer.returncode == 0, answer.stderr
             sink.wait_for(_all_hops)
         # The mesh is down: every service has flushed what it held.
@@ -36,7 +34,7 @@ def test_one_request_is_one_trace_over_all_hops_without_an_orphan(tmp_path: Path
     trace = [span for span in spans if span.trace_id in traces]
     known = {span.span_id for span in trace}
     roots = [span for span in trace if not span.parent_id]
-    assert [(root.service, root.name) for root in roots] == [("chipmesh-client", "chipmesh.client.generate")]
+    assert [(root.service, root.name) for root in roots] == [("chipmesh-cli", "chipmesh.generate")]
     orphans = [span for span in trace if span.parent_id and span.parent_id not in known]
     assert not orphans
     assert all(span.ended for span in trace)

@@ -63,7 +63,7 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def _service(resource: Any) -> str:
-    values = {item.key: item.value.string_value for item in resource.resource.attributes}
+    values: dict[str, str] = {item.key: item.value.string_value for item in resource.resource.attributes}
     return values.get("service.name", "")
 
 

@@ -143,7 +143,7 @@ def run_executor(pipe: ParentPipe) -> int:
         settings = _read_settings(pipe)
         _check_packages()
         configure_logging("executor", level=settings.log_level)
-        tracing = configure_tracing("executor", settings.tracing)
+        tracing = configure_tracing("chipmesh-executor", settings.tracing)
         try:
             uvloop.run(_serve(settings, pipe))
         finally:

@@ -80,7 +80,7 @@ def draw(scores: Tensor, floor: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, floor: Tensor) -> Tensor:
-    return scores.exp().masked_fill(scores < floor, 0.0)
+    return scores.exp().mul_(scores >= floor)
 
 
 def apply_penalties(

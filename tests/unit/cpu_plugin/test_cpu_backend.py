@@ -105,4 +105,4 @@ def test_values_of_every_dtype_come_back_as_they_went() -> None:
         empty = HostTensor(dtype, (0, 4), b"")
         assert memory.download(memory.upload(empty, 0)) == empty
     with pytest.raises(NotFound):
-        memory.upload(HostTensor("int8", (1,), b"a"), 1)
+        memory.upload(HostTensor("int8", (1,), b"a"), usable_cpus())

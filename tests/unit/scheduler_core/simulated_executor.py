@@ -145,9 +145,7 @@ class SimulatedExecutor:
         self.slots[number].pages += pages
         assert len(set(self.slots[number].pages)) == len(self.slots[number].pages), "a page twice in a table"
 
-    def _prefill(
-        self, plan: StepPlan, sampled: list[tuple[int, int]], failures: list[SlotFailure]
-    ) -> None:
+    def _prefill(self, plan: StepPlan, sampled: list[tuple[int, int]], failures: list[SlotFailure]) -> None:
         total = 0
         for chunk in plan.prefill:
             slot = self.slots[chunk.slot]

@@ -1,0 +1,22 @@
+"""The configuration files that we ship are ones that the services take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.config import GatewayConfig
+from meshkit.config import ServiceConfig, load_config
+from scheduler_svc.config import SchedulerConfig
+from worker_svc.config import WorkerConfig
+
+FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "config"
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [("gateway", GatewayConfig), ("scheduler", SchedulerConfig), ("worker", WorkerConfig)],
+)
+def test_a_shipped_configuration_is_valid(name: str, model: type[ServiceConfig]) -> None:
+    assert load_config(model, FOLDER / f"{name}.json").listen.startswith("127.0.0.1:")
