@@ -250,7 +250,8 @@ class Engine:
         batcher = self.core.batcher(replica)
         events = batcher.apply(result)
         made = sum(len(event.token_ids) for event in events if isinstance(event, TokensMade))
-        self._metrics.step_ended(replica, tokens=made, times=times)
+        evicted = batcher.evicted_pages * batcher.limits.page_size
+        self._metrics.step_ended(replica, tokens=made, evicted_tokens=evicted, times=times)
         self._publish(events)
         if _is_idle(batcher):
             self.changes.bump()

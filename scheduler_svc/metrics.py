@@ -40,6 +40,7 @@ class _ReplicaSeries:
     prompt_tokens: Counter
     generation_tokens: Counter
     cached_tokens: Counter
+    evicted_tokens: Counter
     queue_time: Histogram
     prefill_latency: Histogram
     step_time: Histogram
@@ -47,6 +48,7 @@ class _ReplicaSeries:
     device_idle: Counter
     prompt_sum: int = 0
     cached_sum: int = 0
+    evicted_sum: int = 0
 
 
 class SchedulerMetrics:
@@ -56,6 +58,7 @@ class SchedulerMetrics:
         self._prompt_tokens = metrics.counter("prompt_tokens_total", labels=LABELS)
         self._generation_tokens = metrics.counter("generation_tokens_total", labels=LABELS)
         self._cached_tokens = metrics.counter("cached_tokens_total", labels=LABELS)
+        self._evicted_tokens = metrics.counter("evicted_tokens_total", labels=LABELS)
         self._queue_time = metrics.histogram("queue_time_seconds", labels=LABELS)
         self._prefill_latency = metrics.histogram("prefill_latency_seconds", labels=LABELS)
         self._step_time = metrics.histogram(
@@ -88,6 +91,7 @@ class SchedulerMetrics:
             prompt_tokens=self._prompt_tokens.labels(*labels),
             generation_tokens=self._generation_tokens.labels(*labels),
             cached_tokens=self._cached_tokens.labels(*labels),
+            evicted_tokens=self._evicted_tokens.labels(*labels),
             queue_time=self._queue_time.labels(*labels),
             prefill_latency=self._prefill_latency.labels(*labels),
             step_time=self._step_time.labels(*labels),
@@ -118,14 +122,17 @@ class SchedulerMetrics:
         if live.replica is not None and live.placed_at is not None:
             self._series[live.replica].prefill_latency.observe(now - live.placed_at)
 
-    def step_ended(self, replica: ReplicaId, *, tokens: int, times: StepTimes) -> None:
-        """A step of a replica made `tokens` tokens."""
+    def step_ended(self, replica: ReplicaId, *, tokens: int, evicted_tokens: int, times: StepTimes) -> None:
+        """A step of a replica made `tokens` tokens; `evicted_tokens` is the sum since the replica came."""
         series = self._series[replica]
         series.step_time.observe(times.wall_s)
         series.device_time.observe(times.device_s)
         series.device_idle.inc(times.idle_s)
         if tokens:
             series.generation_tokens.inc(tokens)
+        if evicted_tokens > series.evicted_sum:
+            series.evicted_tokens.inc(evicted_tokens - series.evicted_sum)
+            series.evicted_sum = evicted_tokens
 
 
 class MeshCollector(Collector):

@@ -16,8 +16,8 @@ class ExecutorConfig(FrozenConfig):
 
     python: its interpreter; None: the supervisor's own. environment: set before it starts, over the
     supervisor's (visibility variables, PYTHONPATH of another interpreter).
-    threads: given to the plugin as its option `threads`, and to its libraries as OMP_NUM_THREADS; None: the
-    plugin's choice.
+    threads: compute threads on the host, given as OMP_NUM_THREADS; None: an equal share of the processors
+    where executors_on_host says that there are others, else the libraries' own choice.
     listen: where it serves; it must be reachable for the scheduler. advertise: what the scheduler is told
     where that differs: "HOST" (the bound port is added) or "HOST:PORT".
     max_restarts: failed starts in a row after which the worker gives up.

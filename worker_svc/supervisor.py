@@ -6,6 +6,7 @@ No torch, no chip's name.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ class Supervisor:
         config = self._config
         return ExecutorSettings(
             backend=config.backend,
-            backend_options=_backend_options(config),
+            backend_options=config.backend_options,
             instance_id=f"{config.worker_id}-{secrets.token_hex(6)}",
             device=config.device,
             listen=config.executor.listen,
@@ -293,14 +294,18 @@ def _environment(config: WorkerConfig) -> Mapping[str, str]:
     """What is set before the executor's interpreter starts: runtimes read thread counts and
     visibility once.
     """
-    threads = {} if config.executor.threads is None else {"OMP_NUM_THREADS": str(config.executor.threads)}
-    return {**threads, **config.executor.environment}
+    threads = _threads(config)
+    chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return {**chosen, **config.executor.environment}
 
 
-def _backend_options(config: WorkerConfig) -> dict[str, str]:
-    """The plugin's options; `executor.threads` is one of them, which a plugin without it refuses by name."""
-    threads = {} if config.executor.threads is None else {"threads": str(config.executor.threads)}
-    return {**threads, **config.backend_options}
+def _threads(config: WorkerConfig) -> int | None:
+    """As configured, else a fair share: executors that each take all processors slow each other down
+    several times over. None: the only one on its host takes what its libraries think right.
+    """
+    if config.executor.threads is not None or config.executors_on_host == 1:
+        return config.executor.threads
+    return max(1, len(os.sched_getaffinity(0)) // config.executors_on_host)
 
 
 def _seconds(duration: Duration) -> float:

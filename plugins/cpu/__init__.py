@@ -15,7 +15,9 @@ waits for a time slice, measured 7 times slower on 2 cores. This bridges the gap
 
 
 def backend(options: Mapping[str, str]) -> Backend:
-    """Start the plugin. Options: `threads`, compute threads, at least 1 (default: all usable processors).
+    """Start the plugin.
+
+    options: `threads`, compute threads, at least 1; by default torch's choice, which follows OMP_NUM_THREADS.
 
     Raises:
         InvalidArgument: an unknown option, or a value out of range.

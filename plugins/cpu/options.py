@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshkit.errors import InvalidArgument
-from plugins.sdk.host_limits import usable_cpus
 
 _MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
 class CpuOptions:
-    """threads: compute threads, at least 1."""
+    """threads: compute threads, at least 1; None: torch's choice, which follows OMP_NUM_THREADS."""
 
-    threads: int
+    threads: int | None = None
 
 
 def read_options(options: Mapping[str, str]) -> CpuOptions:
@@ -29,9 +28,9 @@ def read_options(options: Mapping[str, str]) -> CpuOptions:
     return CpuOptions(threads=_read_threads(options.get("threads", "")))
 
 
-def _read_threads(text: str) -> int:
+def _read_threads(text: str) -> int | None:
     if not text:
-        return usable_cpus()
+        return None
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= _MOST_THREADS:
         raise InvalidArgument(
             f"backend option threads is {text!r}; it has to be a whole number from 1 to {_MOST_THREADS}",

@@ -29,12 +29,13 @@ KV_LAYOUT = "layer_kv_page_token_head"
 
 
 class CpuBackend(Backend):
-    """One device: the host. Sets torch's thread count, which is a setting of the process."""
+    """The host. Sets torch's thread count where asked, which is a setting of the process."""
 
     def __init__(self, options: CpuOptions) -> None:
-        torch.set_num_threads(options.threads)
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
         self._devices = HostDevices(
-            threads=options.threads,
+            threads=torch.get_num_threads(),
             attributes={
                 "instruction_set": torch.backends.cpu.get_cpu_capability(),
                 "onednn": str(onednn_is_available()).lower(),

@@ -123,6 +123,11 @@ class Batcher:
         """Cached pages that no request uses now."""
         return self._pool.tree.evictable_count
 
+    @property
+    def evicted_pages(self) -> int:
+        """Cached pages given up for want of free ones, since the start."""
+        return self._pool.evicted_count
+
     def fits(self, request: Request) -> bool:
         """Whether the replica could ever make a token of this request."""
         return request.length < self.room_tokens
@@ -284,7 +289,7 @@ class Batcher:
 
     def _returning_pages(self) -> int:
         """Pages that come back when the steps in flight were applied."""
-        return sum(len(seat.owned_pages) for seat in self._leaving)
+        return sum(self._pool.returning(seat) for seat in self._leaving)
 
     def _least_progressed(self) -> Seat | None:
         """The seat to retract: lowest priority, shortest output, longest input; None for the last one."""
@@ -432,7 +437,7 @@ class Batcher:
             return
         seat.confirmed = chunk.end
         if self._seats.get(seat.slot) is seat:
-            self._pool.confirm(seat, seat.key, chunk.end)
+            self._pool.confirm(seat, chunk.end)
             if self.limits.enable_radix_cache and chunk.end < seat.known:
                 self._neighbours.file(seat)
             else:

@@ -23,6 +23,8 @@ class PagePool:
         self._min_cached_tokens = limits.min_cached_tokens
         self.ledger = PageLedger(limits.page_count)
         self.tree = RadixTree(page_size=limits.page_size)
+        self.evicted_count = 0
+        """Cached pages given up for seats, since the start."""
 
     def __repr__(self) -> str:
         return f"<PagePool {self.ledger!r} {self.tree!r}>"
@@ -67,22 +69,20 @@ class PagePool:
             return None
         missing = count - self.ledger.free_count
         if missing > 0:
+            self.evicted_count += missing
             self.ledger.free(self.tree.evict(missing))
         pages = self.ledger.allocate(count)
         assert pages is not None
         taken: list[int] = pages.tolist()
         return taken
 
-    def confirm(self, seat: Seat, key: bytes, tokens: int) -> None:
-        """The first `tokens` tokens of a seat are in its pages: the full ones among them go to the tree."""
-        full = tokens // self._page_size
-        is_kept = self._keeps_prefixes and full * self._page_size >= self._min_cached_tokens
-        if not is_kept or full <= seat.shared:
+    def confirm(self, seat: Seat, tokens: int) -> None:
+        """The first `tokens` of a seat's known tokens are in its pages: share the full ones with others."""
+        full = self._cacheable(seat, tokens)
+        key = seat.key[: full * self._page_bytes]
+        if not full or self.tree.match(key, salt=seat.request.salt).depth > seat.shared:
             return
-        known, node = self.tree.insert(
-            key[: full * self._page_bytes], seat.page_ids[:full], salt=seat.request.salt
-        )
-        seat.duplicates += seat.page_ids[seat.shared : known]
+        _, node = self.tree.insert(key, seat.page_ids[:full], salt=seat.request.salt)
         self.tree.lock_node(node)
         if seat.node is not None:
             self.tree.unlock(seat.node)
@@ -90,12 +90,26 @@ class PagePool:
 
     def give_back(self, seat: Seat) -> None:
         """Take all pages of a seat that no step touches any more: full confirmed ones are cached."""
-        tokens = seat.written_tokens()
-        if tokens:
-            self.confirm(seat, seat.ticket.key(), tokens)
-        self.ledger.free(seat.owned_pages)
+        surplus = seat.owned_pages
+        full = self._cacheable(seat, seat.written_tokens())
+        if full:
+            key = seat.ticket.key()[: full * self._page_bytes]
+            known, _ = self.tree.insert(key, seat.page_ids[:full], salt=seat.request.salt)
+            surplus = seat.page_ids[seat.shared : known] + seat.page_ids[full:]
+        self.ledger.free(surplus)
         if seat.node is not None:
             self.tree.unlock(seat.node)
+
+    def returning(self, seat: Seat) -> int:
+        """Pages that can be taken once the seat has given back its own."""
+        pinned = self.tree.pinned_only_by(seat.node) if seat.node is not None else 0
+        return len(seat.owned_pages) + pinned
+
+    def _cacheable(self, seat: Seat, tokens: int) -> int:
+        """Full pages of a seat that may go to the tree; 0 where there are none beside those it has."""
+        full = tokens // self._page_size
+        is_kept = self._keeps_prefixes and full * self._page_size >= self._min_cached_tokens
+        return full if is_kept and full > seat.shared else 0
 
     def flush(self) -> int:
         """Free all cached pages that no seat pins; how many."""
@@ -111,7 +125,7 @@ class PagePool:
             total=self.ledger.total,
             free=self.ledger.free_count,
             cached=self.tree.page_count,
-            held=sum(len(seat.duplicates) + len(seat.page_ids) - seat.shared for seat in seats),
+            held=sum(len(seat.page_ids) - seat.shared for seat in seats),
         )
 
     def check(self, seats: Iterable[Seat]) -> None:

@@ -229,6 +229,15 @@ class RadixTree:
                 self._offer(above)
             above = above.parent
 
+    def pinned_only_by(self, node: Node) -> int:
+        """Pages that one unlock of a locked node would make evictable."""
+        pages = 0
+        above: Node | None = node
+        while above is not None and above.lock_count == 1:
+            pages += len(above.pages)
+            above = above.parent
+        return pages
+
     # ------------------------------------------------------------ eviction
 
     def evict(self, count: int) -> PageArray:

@@ -3,10 +3,10 @@
 Who owns which pages of a request, in order of position (a page is owned by exactly one of tree and seat):
 
     [0, cached)            the tree; found at admission, pinned by the seat's lock
-    [cached, shared)       the tree, pinned likewise: given to it as results confirmed them. Where another
-                           request had given the same tokens before, its copy is in the tree and ours is a
-                           duplicate: the executor's page table names it, so the seat owns it to the end
-    [shared, page count)   the seat: being written, or ahead of the writing
+    [cached, shared)       the tree, pinned likewise: given to it as results confirmed them
+    [shared, page count)   the seat: being written, or ahead of the writing; or full, where another request's
+                           copy of the same tokens came into the tree first. Then ours stay ours to the end
+                           (the executor's page table names them), and the copy is not pinned
 
 And the tokens, where `known` is prompt and output at admission:
 
@@ -18,7 +18,7 @@ And the tokens, where `known` is prompt and output at admission:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from scheduler_svc.core.radix_tree import Node, PrefixMatch
 from scheduler_svc.core.request_state import Move, State, follow
@@ -84,7 +84,6 @@ class Seat:
     """Pages that the lock pins."""
     confirmed: int
     planned: int
-    duplicates: list[int] = field(default_factory=list)
     origin: int = 0
     """While it decodes: its length before the decode step of tick t is `origin + t` (decode_set.py)."""
     reserve_due: int = 0
@@ -136,7 +135,7 @@ class Seat:
     @property
     def owned_pages(self) -> list[int]:
         """Pages that are the seat's, not the tree's."""
-        return self.duplicates + self.page_ids[self.shared :]
+        return self.page_ids[self.shared :]
 
     def written_tokens(self) -> int:
         """Tokens from the start whose keys and values a result has confirmed."""

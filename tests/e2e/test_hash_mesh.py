@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,11 @@ def test_64_streams_under_memory_pressure_are_exact(mesh: RunningMesh) -> None:
     with ThreadPoolExecutor(64) as pool:
         list(pool.map(lambda index: check(mesh, index, count=20 + index), range(64)))
     assert_page_identity(mesh.wait_until_idle())
+    metrics = mesh.scrape("scheduler")
+    evicted = [
+        float(value) for value in re.findall(r"^chipmesh_evicted_tokens_total\{.*\} (\S+)$", metrics, re.M)
+    ]
+    assert sum(evicted) > 0, "memory was never short, so this test has shown nothing"
 
 
 def test_streams_survive_the_death_of_their_executor_without_losing_a_token(mesh: RunningMesh) -> None:

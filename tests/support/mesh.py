@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -121,6 +122,13 @@ class RunningMesh:
     def replicas(self) -> list[dict[str, Any]]:
         """All replicas of all groups."""
         return [replica for group in self.status()["groups"] for replica in group["replicas"]]
+
+    def scrape(self, service: str) -> str:
+        """The metrics page of `gateway` or `scheduler`."""
+        url = f"http://{self.description[service]['http_address']}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            text: str = reply.read().decode()
+            return text
 
     def wait_until_idle(self, *, timeout_s: float = 10.0) -> list[dict[str, Any]]:
         """The replicas once nothing runs or waits; AssertionError with their state after `timeout_s`."""

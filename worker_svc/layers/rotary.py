@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshkit.errors import InvalidArgument
 
-SUPPORTED_SCALINGS = ("default", "linear", "llama3")
+SUPPORTED_SCALINGS = ("default", "linear", "llama3", "frequency_factors")
 
 
 def build_cos_sin(
@@ -37,6 +37,9 @@ def scale_frequencies(frequencies: Tensor, scaling: Mapping[str, Any] | None) ->
         return frequencies
     if kind == "linear":
         return frequencies / float(scaling["factor"])
+    if kind == "frequency_factors":
+        # A GGUF's `rope_freqs` tensor: what llama3's rule gives, worked out when the file was made.
+        return frequencies / torch.tensor(scaling["factors"], dtype=torch.float64)
     if kind == "llama3":
         return _llama3(frequencies, scaling)
     raise InvalidArgument(

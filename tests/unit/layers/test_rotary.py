@@ -46,3 +46,9 @@ def test_an_unknown_scaling_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(InvalidArgument, match=r"'yarn'.*linear, llama3") as caught:
         scale_frequencies(torch.ones(2), {"rope_type": "yarn", "factor": 4.0})
     assert caught.value.field == "model_path"
+
+
+def test_frequency_factors_of_a_gguf_divide_each_frequency() -> None:
+    frequencies = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    scaled = scale_frequencies(frequencies, {"rope_type": "frequency_factors", "factors": [1.0, 8.0]})
+    assert scaled.tolist() == [1.0, 0.0625]

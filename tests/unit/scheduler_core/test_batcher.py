@@ -313,6 +313,14 @@ def test_the_one_with_the_shortest_output_is_retracted_and_comes_back_before_tho
     assert drive.placed(young)[1].cached_tokens > 0  # What it had computed was kept.
 
 
+@DEPTHS
+def test_no_more_are_retracted_than_needed_since_pages_on_their_way_back_count(depth: int) -> None:
+    drive = Drive(tight(page_count=9), depth=depth, conservativeness=0)
+    drive.add(*(make_request(range(20 * n, 20 * n + 8), 12) for n in range(3)))
+    drive.run(until=lambda: drive.batcher.retracted_count > 0)
+    assert drive.batcher.retracted_count == 1
+
+
 def test_a_request_with_a_higher_priority_is_not_retracted_for_a_lower_one() -> None:
     drive = Drive(tight(page_count=9), conservativeness=0)
     high = make_request(range(20, 28), 24, priority=1)
@@ -368,6 +376,15 @@ def test_a_request_ends_with_length_where_the_room_of_the_replica_ends(depth: in
     drive.add(by_context)
     drive.finish()
     assert (drive.reason(by_context), by_context.length) == ("length", 13)
+
+
+@DEPTHS
+def test_a_request_alone_fits_into_all_pages_though_a_copy_of_its_prefix_is_cached(depth: int) -> None:
+    drive = Drive(make_limits(page_count=6, page_size=2, max_running_requests=1, chunk_tokens=1), depth=depth)
+    twins = [make_request([0, 7], 10), make_request([0, 7], 10)]
+    drive.add(*twins)
+    drive.finish()
+    assert [len(request.output) for request in twins] == [10, 10]
 
 
 # ---------------------------------------------------------------- leaving early

@@ -126,6 +126,19 @@ def test_a_lock_stays_where_it_was_when_its_node_is_split() -> None:
     assert tree.clear().tolist() == [7]
 
 
+def test_it_is_known_how_many_pages_one_unlock_would_free() -> None:
+    tree = RadixTree(page_size=1)
+    _, left = insert(tree, [1, 2, 3], [0, 1, 2])
+    tree.lock_node(left)
+    assert tree.pinned_only_by(left) == 3
+    _, right = insert(tree, [1, 7], [0, 9])
+    tree.lock_node(right)
+    assert (tree.pinned_only_by(left), tree.pinned_only_by(right)) == (2, 1)
+    before = tree.evictable_count
+    tree.unlock(left)
+    assert tree.evictable_count == before + 2
+
+
 def test_many_small_evictions_do_not_look_at_every_leaf() -> None:
     tree = RadixTree(page_size=1)
     leaves = 2000
