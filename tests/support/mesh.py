@@ -131,13 +131,20 @@ class RunningMesh:
             return text
 
     def wait_until_idle(self, *, timeout_s: float = 10.0) -> list[dict[str, Any]]:
-        """The replicas once nothing runs or waits; AssertionError with their state after `timeout_s`."""
+        """The replicas once nothing runs, waits or holds a page; AssertionError after `timeout_s`.
+
+        A request that has ended holds its pages until the steps in flight are over.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             replicas = self.replicas()
-            if all(replica["running"] == replica["waiting"] == 0 for replica in replicas):
+            if all(_is_idle(replica) for replica in replicas):
                 return replicas
             assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {replicas}"
+
+
+def _is_idle(replica: dict[str, Any]) -> bool:
+    return bool(replica["running"] == replica["waiting"] == replica["pages"]["held"] == 0)
 
 
 def assert_page_identity(replicas: Sequence[dict[str, Any]]) -> None:
