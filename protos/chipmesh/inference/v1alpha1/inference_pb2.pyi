@@ -489,7 +489,7 @@ class Finished(_message.Message):
         REASON_STOP: Finished._Reason.ValueType  # 1
         """An end token, stop token or stop string."""
         REASON_LENGTH: Finished._Reason.ValueType  # 2
-        """max_tokens or the context was reached."""
+        """max_tokens was reached, the context, or all that the replica's pages can hold of one sequence."""
         REASON_CANCELLED: Finished._Reason.ValueType  # 3
         """Cancelled."""
 
@@ -501,7 +501,7 @@ class Finished(_message.Message):
     REASON_STOP: Finished.Reason.ValueType  # 1
     """An end token, stop token or stop string."""
     REASON_LENGTH: Finished.Reason.ValueType  # 2
-    """max_tokens or the context was reached."""
+    """max_tokens was reached, the context, or all that the replica's pages can hold of one sequence."""
     REASON_CANCELLED: Finished.Reason.ValueType  # 3
     """Cancelled."""
 

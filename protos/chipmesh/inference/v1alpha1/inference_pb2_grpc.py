@@ -76,7 +76,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResumeGeneration(self, request, context):
-        """ResumeGeneration goes on with a stream whose connection was lost. NOT_FOUND: the request is not known here any more.
+        """ResumeGeneration goes on with a stream whose connection was lost. The first event is `accepted`, as the client may have lost that
+        too. NOT_FOUND: the request is not known here any more; INVALID_ARGUMENT: next_index is past the tokens made so far.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,9 @@ class InferenceServiceStub:
     UNAVAILABLE: no worker serves the model.
     """
     ResumeGeneration: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeGenerationRequest, _inference_pb2.ResumeGenerationResponse]
-    """ResumeGeneration goes on with a stream whose connection was lost. NOT_FOUND: the request is not known here any more."""
+    """ResumeGeneration goes on with a stream whose connection was lost. The first event is `accepted`, as the client may have lost that
+    too. NOT_FOUND: the request is not known here any more; INVALID_ARGUMENT: next_index is past the tokens made so far.
+    """
     CancelGeneration: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelGenerationRequest, _inference_pb2.CancelGenerationResponse]
     """CancelGeneration ends a request. Idempotent: an unknown or ended request is OK."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
@@ -58,7 +60,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     UNAVAILABLE: no worker serves the model.
     """
     ResumeGeneration: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeGenerationRequest, _inference_pb2.ResumeGenerationResponse]  # type: ignore[assignment]
-    """ResumeGeneration goes on with a stream whose connection was lost. NOT_FOUND: the request is not known here any more."""
+    """ResumeGeneration goes on with a stream whose connection was lost. The first event is `accepted`, as the client may have lost that
+    too. NOT_FOUND: the request is not known here any more; INVALID_ARGUMENT: next_index is past the tokens made so far.
+    """
     CancelGeneration: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelGenerationRequest, _inference_pb2.CancelGenerationResponse]  # type: ignore[assignment]
     """CancelGeneration ends a request. Idempotent: an unknown or ended request is OK."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
@@ -86,7 +90,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ResumeGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.ResumeGenerationResponse], _abc.AsyncIterator[_inference_pb2.ResumeGenerationResponse]]:
-        """ResumeGeneration goes on with a stream whose connection was lost. NOT_FOUND: the request is not known here any more."""
+        """ResumeGeneration goes on with a stream whose connection was lost. The first event is `accepted`, as the client may have lost that
+        too. NOT_FOUND: the request is not known here any more; INVALID_ARGUMENT: next_index is past the tokens made so far.
+        """
 
     @_abc_1.abstractmethod
     def CancelGeneration(

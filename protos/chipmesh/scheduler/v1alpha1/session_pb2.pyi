@@ -432,7 +432,7 @@ class RequestFinished(_message.Message):
         REASON_STOP: RequestFinished._Reason.ValueType  # 1
         """A stop token."""
         REASON_LENGTH: RequestFinished._Reason.ValueType  # 2
-        """max_output_tokens was reached."""
+        """max_output_tokens was reached, or all that the replica can hold of one sequence."""
         REASON_CANCELLED: RequestFinished._Reason.ValueType  # 3
         """Cancelled or stopped by the gateway."""
 
@@ -444,7 +444,7 @@ class RequestFinished(_message.Message):
     REASON_STOP: RequestFinished.Reason.ValueType  # 1
     """A stop token."""
     REASON_LENGTH: RequestFinished.Reason.ValueType  # 2
-    """max_output_tokens was reached."""
+    """max_output_tokens was reached, or all that the replica can hold of one sequence."""
     REASON_CANCELLED: RequestFinished.Reason.ValueType  # 3
     """Cancelled or stopped by the gateway."""
 
