@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from meshkit.errors import InvalidArgument
-from plugins.sdk.host import check_host_device
-from plugins.sdk.host_limits import read_memory_limit, usable_cpus
-from plugins.sdk.memory import MemoryStats, PooledMemory
+from plugins.sdk.host import HostMemory
+from plugins.sdk.host_limits import read_memory_limit
 from plugins.sdk.tensors import DTYPE_BYTES, HostTensor
 
 _ALIGNMENT = 64
@@ -34,28 +33,12 @@ class PackedWeight:
         return self.shape[0] * self.shape[1] * self.packed.element_size()
 
 
-class CpuMemory(PooledMemory):
-    """One address space: buffers of devices and of the host are the same kind, copies are memcpy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._count = usable_cpus()
-
-    def stats(self, device: int) -> MemoryStats:
-        """The control group's limit, and what this process has allocated here."""
-        check_host_device(device, self._count)
-        limit = read_memory_limit()
-        return MemoryStats(
-            total_bytes=limit.total_bytes,
-            free_bytes=limit.free_bytes,
-            allocated_bytes=sum(self._allocated.values()),
-            pooled_bytes=sum(self._pooled(each) for each in (None, *range(self._count))),
-            peak_allocated_bytes=sum(self._peak.values()),
-        )
+class CpuMemory(HostMemory):
+    """The host's memory as torch tensors: buffers of devices and of the host are the same kind."""
 
     def upload(self, value: HostTensor, device: int) -> Any:
         """A tensor of its own memory."""
-        check_host_device(device, self._count)
+        self._check_device(device)
         tensor = torch.empty(value.shape, dtype=_TORCH_DTYPES[value.dtype])
         if value.data:
             raw = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
@@ -80,7 +63,7 @@ class CpuMemory(PooledMemory):
         return PackedWeight(packed, (weight.shape[0], weight.shape[1]))
 
     def _reserve(self, nbytes: int, device: int | None) -> Any:
-        check_host_device(device or 0, self._count)
+        self._check_device(device or 0)
         free = read_memory_limit().free_bytes
         if nbytes > free:
             raise MemoryError(f"{free} bytes are free")

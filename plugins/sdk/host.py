@@ -50,7 +50,7 @@ class HostDevices(DeviceManager):
 
     def properties(self, device: int) -> DeviceProperties:
         """Memory as the control group allows, threads as configured."""
-        check_host_device(device, self._count)
+        _check_device(device, self._count)
         memory = read_memory_limit()
         return DeviceProperties(
             index=device,
@@ -68,7 +68,7 @@ class HostDevices(DeviceManager):
 
     def create_stream(self, device: int) -> str:
         """A checked id."""
-        check_host_device(device, self._count)
+        _check_device(device, self._count)
         stream_id = f"stream-{next(self._ids)}"
         self._streams.add(stream_id)
         return stream_id
@@ -93,7 +93,7 @@ class HostDevices(DeviceManager):
 
     def synchronize(self, device: int, stream_id: str | None = None) -> None:
         """Nothing to wait for."""
-        check_host_device(device, self._count)
+        _check_device(device, self._count)
         if stream_id is not None:
             self._check_stream(stream_id)
 
@@ -115,7 +115,7 @@ class HostMemory(PooledMemory):
 
     def stats(self, device: int) -> MemoryStats:
         """The control group's limit, and what this process has allocated here."""
-        check_host_device(device, self._count)
+        self._check_device(device)
         limit = read_memory_limit()
         return MemoryStats(
             total_bytes=limit.total_bytes,
@@ -127,7 +127,7 @@ class HostMemory(PooledMemory):
 
     def upload(self, value: HostTensor, device: int) -> Any:
         """A numpy array; bfloat16 comes as uint16."""
-        check_host_device(device, self._count)
+        self._check_device(device)
         return np.frombuffer(value.data, dtype=_NUMPY_DTYPES[value.dtype]).reshape(value.shape).copy()
 
     def download(self, tensor: Any) -> HostTensor:
@@ -138,8 +138,11 @@ class HostMemory(PooledMemory):
             raise InvalidArgument(f"numpy dtype {array.dtype} is not on the contract", field="dtype")
         return HostTensor(dtype, array.shape, array.tobytes())
 
+    def _check_device(self, device: int) -> None:
+        _check_device(device, self._count)
+
     def _reserve(self, nbytes: int, device: int | None) -> Any:
-        check_host_device(device or 0, self._count)
+        self._check_device(device or 0)
         return bytearray(nbytes)
 
     def _view(self, memory: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -157,7 +160,7 @@ _NUMPY_DTYPES = {
 _CONTRACT_DTYPES = {dtype: name for name, dtype in _NUMPY_DTYPES.items()}
 
 
-def check_host_device(device: int, count: int) -> None:
+def _check_device(device: int, count: int) -> None:
     """Raise NotFound unless `device` is below `count`."""
     if not 0 <= device < count:
         raise NotFound(f"device {device} does not exist; there are {count}, from 0", field="device")
