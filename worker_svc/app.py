@@ -132,6 +132,7 @@ class WorkerService:
     async def _refresh_regularly(self) -> None:
         while True:
             self._refresh()
+            await self._rpc.set_serving(self._health().serving)
             await asyncio.sleep(self._config.executor.probe_interval_s)
 
 

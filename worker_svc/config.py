@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 
 from meshkit.address import parse_listen
 from meshkit.config import FrozenConfig, ServiceConfig
@@ -22,6 +22,7 @@ class ExecutorConfig(FrozenConfig):
     where that differs: "HOST" (the bound port is added) or "HOST:PORT".
     max_restarts: failed starts in a row after which the worker gives up.
     unresponsive_after_s: an executor that answers no probe for so long is replaced.
+    hung_after_s: one that has been at a single step for so long is, too.
     """
 
     python: str | None = None
@@ -36,6 +37,7 @@ class ExecutorConfig(FrozenConfig):
     max_restarts: int = Field(default=5, ge=0)
     probe_interval_s: float = Field(default=1.0, gt=0)
     unresponsive_after_s: float = Field(default=30.0, gt=0)
+    hung_after_s: float = Field(default=120.0, gt=0)
 
     @field_validator("listen")
     @classmethod
@@ -81,5 +83,5 @@ class WorkerConfig(ServiceConfig):
     cache_dir: Path | None = None
     executor: ExecutorConfig = ExecutorConfig()
     executors_on_host: int = Field(default=1, ge=1)
-    takeover_token: str | None = None
+    takeover_token: SecretStr | None = None
     drain_timeout_s: float = Field(default=30.0, ge=0)

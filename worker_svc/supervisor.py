@@ -69,7 +69,8 @@ class Supervisor:
         self._registrar = registrar
         self._on_progress = on_progress or log_progress
         self._on_change = on_change or _nothing
-        self._takeover_token = config.takeover_token or secrets.token_hex(16)
+        given = config.takeover_token
+        self._takeover_token = given.get_secret_value() if given else secrets.token_hex(16)
         self._executor: _Executor | None = None
         self.status = SupervisorStatus()
 
@@ -213,6 +214,7 @@ class Supervisor:
             tracing=config.tracing,
             log_level=config.log_level,
             reflection=config.reflection,
+            hung_after_s=config.executor.hung_after_s,
             span_attributes={
                 "chipmesh.worker": config.worker_id,
                 "chipmesh.group": config.group,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Of every hop alike: what a gateway takes, the scheduler and the executor take too. Holds millions of token ids."""
 
 Options = list[tuple[str, int]]
 

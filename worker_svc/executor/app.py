@@ -93,7 +93,12 @@ class Executor:
         add(
             add_PluginServiceServicer_to_server,
             PluginService(
-                info=info, report=report, instance_id=settings.instance_id, engine=engine, device=device
+                info=info,
+                report=report,
+                instance_id=settings.instance_id,
+                engine=engine,
+                device=device,
+                hung_after_s=settings.hung_after_s,
             ),
             "PluginService",
         )

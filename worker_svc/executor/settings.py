@@ -13,6 +13,7 @@ class ExecutorSettings(FrozenConfig):
     """One executor's life.
 
     instance_id: new for every process. listen: "HOST:PORT" or "unix:PATH".
+    hung_after_s: a step that runs for longer means that the device hangs: the probe says UNHEALTHY.
     span_attributes: put on the spans of requests (worker, group, model).
     """
 
@@ -25,4 +26,5 @@ class ExecutorSettings(FrozenConfig):
     tracing: TracingConfig = TracingConfig()
     log_level: LogLevel = "info"
     reflection: bool = False
+    hung_after_s: float = Field(default=120.0, gt=0)
     span_attributes: dict[str, str] = Field(default_factory=dict)

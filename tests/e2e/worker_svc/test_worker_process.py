@@ -235,6 +235,26 @@ async def test_an_executor_that_answers_no_probe_is_replaced(mesh: Mesh) -> None
     await until(lambda: not is_running(ready["executor_pid"]))
 
 
+async def test_an_executor_that_hangs_in_a_step_is_replaced(mesh: Mesh) -> None:
+    executor = {
+        "restart_backoff_s": 0.02,
+        "probe_interval_s": 0.1,
+        "hung_after_s": 0.5,
+        "stop_timeout_s": 0.5,
+    }
+    # A step of ten minutes is as good as one that never ends.
+    _, ready = await mesh.start_ready_worker(executor=executor, backend_options={"step_ms": "600000"})
+    channel = open_channel(ready["executor_address"], traced=False)
+    execution = ExecutionServiceStub(channel)
+    attached = await execution.Attach(AttachRequest(instance_id=ready["instance_id"]))
+    driver = Driver(execution.ExecuteSteps(), attached.epoch)
+    await driver.send(admitted=[admit(0, [0])], prefill=[chunk(0, [1])])
+    await mesh.registry.until(lambda: len(mesh.registry.registrations) == 2)
+    await until(lambda: not is_running(ready["executor_pid"]))
+    driver.call.cancel()
+    await channel.close()
+
+
 async def test_a_scheduler_that_has_forgotten_the_worker_gets_it_again(mesh: Mesh) -> None:
     await mesh.start_ready_worker()
     mesh.registry.lease = "another"

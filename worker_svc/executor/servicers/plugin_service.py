@@ -21,7 +21,10 @@ from worker_svc.step_engine import EngineState, StepEngine
 
 
 class PluginService(PluginServiceServicer):
-    """Identity of one plugin. Info and report were read at its load: no call touches the device."""
+    """Identity of one plugin. Info and report were read at its load: no call touches the device.
+
+    hung_after_s: a job of the device thread that takes longer, once a model is ready, counts as a hang.
+    """
 
     def __init__(
         self,
@@ -31,6 +34,7 @@ class PluginService(PluginServiceServicer):
         instance_id: str,
         engine: StepEngine,
         device: DeviceThread,
+        hung_after_s: float,
     ) -> None:
         self._info = GetPluginInfoResponse(
             name=info.name,
@@ -44,6 +48,7 @@ class PluginService(PluginServiceServicer):
         self._report = report
         self._engine = engine
         self._device = device
+        self._hung_after_s = hung_after_s
 
     async def GetPluginInfo(self, request: GetPluginInfoRequest, context: Context) -> GetPluginInfoResponse:
         """Name and versions."""
@@ -73,6 +78,11 @@ class PluginService(PluginServiceServicer):
         if self._engine.state is not EngineState.READY:
             return ProbeResponse.READINESS_INITIALISING, self._engine.state.value
         busy_s = self._device.busy_for()
+        if busy_s is not None and busy_s > self._hung_after_s:
+            return ProbeResponse.READINESS_UNHEALTHY, (
+                f"the device hangs: it has been at one step for {busy_s:.1f} s, longer than hung_after_s "
+                f"{self._hung_after_s:g}"
+            )
         work = "waits for work" if busy_s is None else f"at work for {busy_s:.3f} s"
         return ProbeResponse.READINESS_READY, f"{self._engine.occupied_slots} slots in use, {work}"
 
