@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Of every hop alike: what a gateway takes, the scheduler and the executor take too. Holds millions of token ids."""
+"""Of every hop alike: what a gateway takes, scheduler and executor take too. Holds millions of token ids."""
 
 Options = list[tuple[str, int]]
 

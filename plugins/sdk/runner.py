@@ -83,7 +83,7 @@ class DecodeRows:
     positions: IntArray
     """Shape [b]: position of the input token, whose keys and values are written by this step."""
     page_table: IntArray
-    """Shape [b, max_pages]; row i is valid up to `positions[i] // page_size` inclusive; nothing after that may be read."""
+    """Shape [b, max_pages]; row i is valid up to `positions[i] // page_size` inclusive, no further."""
 
 
 @dataclass(frozen=True, slots=True)
