@@ -56,7 +56,7 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class _Cache:
-    """Pages of all layers: `layers[i]` is [2, pages, page, g, d]."""
+    """Pages of all layers: `layers[i]` is [2, pages, page, g, d], a view in the chip's order in memory."""
 
     buffer: Buffer
     layers: Sequence[Tensor]
@@ -110,8 +110,8 @@ class OperatorModelRunner(ModelRunner):
         return description
 
     def allocate_kv_cache(self, *, page_count: int, page_size: int, max_slots: int) -> int:
-        """[layers, 2, pages, page, g, d], zeroed: attention multiplies masked cells by 0, and NaN x 0 is
-        NaN.
+        """[layers, 2, pages, page, g, d] in the chip's order in memory, zeroed: attention multiplies masked
+        cells by 0, and NaN x 0 is NaN.
         """
         loaded = self._require_model()
         if self._cache is not None:
@@ -163,15 +163,15 @@ class OperatorModelRunner(ModelRunner):
         return self._cache
 
     def _allocate_pages(self, loaded: _Loaded, pages: int, page_size: int) -> tuple[Buffer, Sequence[Tensor]]:
-        shape = loaded.model.kv_shape
+        shape, layout = loaded.model.kv_shape, self._operators.kv_layout
         buffer = self._backend.memory.allocate(
-            (shape.layers, 2, pages, page_size, shape.heads, shape.head_dim),
+            (shape.layers, *layout.memory_shape((2, pages, page_size, shape.heads, shape.head_dim))),
             loaded.kv_dtype,
             self._device,
             zeroed=True,
         )
         tensor: Tensor = buffer.tensor
-        return buffer, tensor.unbind(0)
+        return buffer, [layout.as_cache(layer) for layer in tensor.unbind(0)]
 
     def _check_first_forward(self, loaded: _Loaded) -> None:
         """Raises FailedPrecondition that names the first stage whose result is not finite."""

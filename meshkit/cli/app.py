@@ -208,6 +208,77 @@ def worker(config: ConfigFile) -> int:
     return _run_service("worker", config)
 
 
+@app.command()
+def conformance(
+    backend: Annotated[str, typer.Option(help="Name of the plugin to check.")],
+    option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the plugin; may be repeated.")
+    ] = None,
+    only: Annotated[str, typer.Option("--only", "-k", help="Run the checks whose name contains this.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Leave heavy shape classes out.")] = False,
+    junit: Annotated[Path | None, typer.Option(help="Write the results there as JUnit XML.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Check a plugin: does it do what it declares? Exit code 1 where any check fails."""
+    from meshkit.cli.tools import run_named_tool
+
+    return run_named_tool(
+        "conformance",
+        backend=backend,
+        options=option or (),
+        only=only,
+        quick=quick,
+        junit=junit,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def verify(
+    backend: Annotated[str, typer.Option(help="Name of the plugin to look at.")],
+    option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the plugin; may be repeated.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that each check may take.")] = 60.0,
+    as_json: AsJson = False,
+) -> int:
+    """Check a plugin before any model: it loads, versions fit, devices are real. Exit code 1 on a failure."""
+    from meshkit.cli.tools import run_named_tool
+
+    return run_named_tool("verify", backend=backend, options=option or (), timeout_s=timeout, as_json=as_json)
+
+
+@app.command()
+def collectives(
+    backend: Annotated[str, typer.Option(help="Name of the plugin whose collectives are run.")],
+    ranks: Annotated[int, typer.Option(min=2, max=64, help="Processes, one rank each.")],
+    option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the plugin; may be repeated.")
+    ] = None,
+    sizes: Annotated[
+        str, typer.Option(help="FIRST..LAST, each four times the last one; or SIZE,SIZE,...")
+    ] = "1KiB..64MiB",
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until all ranks must have come.")] = 60.0,
+    absent_rank: Annotated[
+        int | None, typer.Option(min=0, help="Leave this rank out, to see that it is named.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Run each collective between processes: right values, latency, bandwidth. Exit code 1 on a failure."""
+    from meshkit.cli.tools import run_named_tool
+
+    return run_named_tool(
+        "collectives",
+        backend=backend,
+        options=option or (),
+        ranks=ranks,
+        sizes=sizes,
+        timeout_s=timeout,
+        absent_rank=absent_rank,
+        as_json=as_json,
+    )
+
+
 def _run_service(name: str, config: Path) -> int:
     from meshkit.cli.services import run_named_service
 

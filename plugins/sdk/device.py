@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 from chipmesh.device.v1alpha1 import device_pb2
 from plugins.sdk.drift import ContractClass
 
+PHYSICAL_COUNT = "physical_device_count"
+"""Key in `DeviceProperties.attributes`, the same on every device: how many devices the driver has for this
+process, in decimal digits, counted by another way than `list_devices`. `chipmesh verify` compares the two.
+"""
+
 
 @dataclass(frozen=True)
 class DeviceProperties:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshkit.errors import InvalidArgument, NotFound
-from plugins.sdk.device import DeviceManager, DeviceProperties
+from plugins.sdk.device import PHYSICAL_COUNT, DeviceManager, DeviceProperties
 from plugins.sdk.host_limits import processor_name, read_memory_limit, usable_cpus
 from plugins.sdk.memory import MemoryStats, PooledMemory
 from plugins.sdk.tensors import HostTensor
@@ -61,6 +61,7 @@ class HostDevices(DeviceManager):
             attributes={
                 "architecture": platform.machine(),
                 "usable_cpus": str(usable_cpus()),
+                PHYSICAL_COUNT: str(usable_cpus()),
                 "memory_limit_source": memory.source,
                 **self._attributes,
             },
@@ -132,7 +133,7 @@ class HostMemory(PooledMemory):
 
     def download(self, tensor: Any) -> HostTensor:
         """From a numpy array; uint16 goes as bfloat16."""
-        array = np.ascontiguousarray(tensor)
+        array = np.asarray(tensor, order="C")
         dtype = _CONTRACT_DTYPES.get(array.dtype)
         if dtype is None:
             raise InvalidArgument(f"numpy dtype {array.dtype} is not on the contract", field="dtype")

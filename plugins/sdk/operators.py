@@ -14,6 +14,7 @@ from torch import Tensor
 from meshkit.errors import FailedPrecondition, InvalidArgument, NotFound
 from plugins.sdk.capabilities import Coverage, OperatorCapability
 from plugins.sdk.drift import ContractClass
+from plugins.sdk.kv_layout import KvLayout
 from plugins.sdk.memory import MemoryManager
 from plugins.sdk.reference import operators as reference
 from plugins.sdk.reference import sampling
@@ -64,9 +65,11 @@ class OperatorSet(ContractClass, contract=True):
     manager's
     `relayout_weight` made. `declined`: operators that a subclass overrides but cannot run here, and why;
     filled in when the plugin starts. `constraints`: dtypes that an override takes, by name; absent: any.
+    `kv_layout`: the order in memory of every cache that its operators get.
     """
 
     constraints: ClassVar[Mapping[str, Sequence[str]]] = {}
+    kv_layout: ClassVar[KvLayout] = KvLayout()
 
     def __init__(self, memory: MemoryManager, *, declined: Mapping[str, str] | None = None) -> None:
         unknown = set(declined or ()) - REFERENCE.keys()
@@ -162,7 +165,7 @@ class OperatorSet(ContractClass, contract=True):
                 field="strict",
                 reason="OPERATOR_NOT_NATIVE",
             )
-        chosen = {name: REFERENCE[name] if reasons[name] else getattr(self, name) for name in REFERENCE}
+        chosen = {name: self._reference(name) if reasons[name] else getattr(self, name) for name in REFERENCE}
         native = {name for name, reason in reasons.items() if not reason}
         return OperatorTable(
             **chosen,
@@ -189,15 +192,20 @@ class OperatorSet(ContractClass, contract=True):
         native = not use_reference and not self._why_reference(name)
         if native and name == "linear" and "weight" in arguments:
             arguments["weight"] = self._memory.relayout_weight(arguments["weight"], operator=name)
-        function = getattr(self, name) if native else REFERENCE[name]
+        function = getattr(self, name) if native else self._reference(name)
+        given: Any = arguments.get("kv_cache")
         try:
+            if native and given is not None:
+                arguments["kv_cache"] = self.kv_layout.place(given)
             outcome = function(**arguments)
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise InvalidArgument(
                 f"inputs of operator {name!r} do not fit: {error}", field="inputs"
             ) from error
         if outcome is None:
-            return (arguments["kv_cache"],)
+            if arguments["kv_cache"] is not given:
+                given.copy_(arguments["kv_cache"])
+            return (given,)
         return outcome if isinstance(outcome, tuple) else (outcome,)
 
     def coverage(self, name: str) -> Coverage:
@@ -205,6 +213,12 @@ class OperatorSet(ContractClass, contract=True):
         if name not in REFERENCE:
             raise KeyError(name)
         return Coverage.REFERENCE if self._why_reference(name) else Coverage.NATIVE
+
+    def _reference(self, name: str) -> Callable[..., Any]:
+        """The reference of an operator as this chip runs it: a chip without float64 runs `sample` on the
+        host.
+        """
+        return REFERENCE[name]
 
     def _why_reference(self, name: str, dtype: str | None = None) -> str:
         """Why an operator runs on the reference; "" where it is native."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 
 from meshkit.errors import FailedPrecondition, InvalidArgument, MeshError
 from meshkit.telemetry.logging import get_logger
 from plugins.sdk.backend import Backend, PluginInfo
-from plugins.sdk.versions import CONTRACT_VERSION, version_in_range
+from plugins.sdk.load_failure import describe_failure, find_unresolved_symbol
+from plugins.sdk.versions import CONTRACT_VERSION, parse_version, version_in_range
 
 log = get_logger(__name__)
 
@@ -29,6 +30,25 @@ class InstalledBackend:
 
     name: str
     origin: str
+
+
+@dataclass(frozen=True)
+class VersionRow:
+    """One line of the version matrix. `version`: what is here, "" if not reported; `allowed`: the range that
+    the plugin was built for, "" for every version.
+    """
+
+    part: str
+    version: str
+    allowed: str
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A factory, and the package that brought it where it came by an entry point."""
+
+    factory: BackendFactory
+    distribution: Distribution | None = None
 
 
 def register_backend(name: str, factory: BackendFactory) -> None:
@@ -55,100 +75,177 @@ def load_backend(name: str, options: Mapping[str, str]) -> Backend:
         FailedPrecondition: the plugin does not import, its factory raises, or a version is outside its range.
         MeshError: as the factory raised it, for example InvalidArgument for an option.
     """
-    factory = _find_factory(name)
-    try:
-        backend = factory(options)
-    except MeshError:
-        raise
-    except Exception as error:
-        raise FailedPrecondition(
-            f"backend {name!r} failed to start: {_describe(error)}. {_remedy(error)}",
-            field="backend",
-            reason="BACKEND_FAILED",
-        ) from error
-    if not isinstance(backend, Backend):
-        raise FailedPrecondition(
-            f"the factory of backend {name!r} returned {type(backend).__name__}, not a plugins.sdk Backend",
-            field="backend",
-            reason="BACKEND_FAILED",
-        )
-    info = backend.info()
+    backend = start_backend(name, options)
+    info = read_info(name, backend)
     check_versions(info)
     loaded = f"Backend {name} loaded successfully"
     log.info(loaded, plugin_version=info.plugin_version)
     return backend
 
 
+def start_backend(name: str, options: Mapping[str, str]) -> Backend:
+    """Import and start one back end without looking at its versions: for tools that report on them.
+
+    Raises:
+        MeshError: as `load_backend`, but for versions.
+    """
+    found = _find_factory(name)
+    try:
+        backend = found.factory(options)
+    except MeshError as error:
+        if find_unresolved_symbol(error) is None:
+            raise
+        raise _failed_to_start(name, error, found.distribution) from error
+    except (Exception, SystemExit) as error:
+        raise _failed_to_start(name, error, found.distribution) from error
+    if not isinstance(backend, Backend):
+        raise FailedPrecondition(
+            f"the factory of backend {name!r} returned {type(backend).__name__}, not a plugins.sdk Backend",
+            field="backend",
+            reason="BACKEND_FAILED",
+        )
+    return backend
+
+
+def read_info(name: str, backend: Backend) -> PluginInfo:
+    """Who the plugin says it is. Raises FailedPrecondition where it cannot say."""
+    try:
+        info = backend.info()
+    except Exception as error:
+        raise FailedPrecondition(
+            f"backend {name!r} does not say who it is: {describe_failure(error)}",
+            field="backend",
+            reason="BACKEND_FAILED",
+        ) from error
+    if not isinstance(info, PluginInfo):
+        raise FailedPrecondition(
+            f"info() of backend {name!r} returned {type(info).__name__}, not a plugins.sdk PluginInfo",
+            field="backend",
+            reason="BACKEND_FAILED",
+        )
+    return info
+
+
+def version_matrix(info: PluginInfo) -> tuple[VersionRow, ...]:
+    """What the plugin was built for beside what is here, one row for each part."""
+    library = (info.collective_library_version, info.collective_library_range)
+    return (
+        VersionRow("contract", CONTRACT_VERSION, info.contract_range),
+        VersionRow("runtime", info.runtime_version, info.runtime_range),
+        VersionRow("collective library", *library),
+        VersionRow("framework", info.framework_version, info.framework_range),
+    )
+
+
 def check_versions(info: PluginInfo) -> None:
     """Raises FailedPrecondition that names both versions where one lies outside the range the plugin
-    declares.
+    declares, or where the plugin was built for another major version of the contract.
     """
-    matrix = (
-        ("contract", CONTRACT_VERSION, info.contract_range),
-        ("runtime", info.runtime_version, info.runtime_range),
-        ("collective library", info.collective_library_version, info.collective_library_range),
-        ("framework", info.framework_version, info.framework_range),
-    )
-    for what, version, allowed in matrix:
-        if not allowed:
+    _check_contract_major(info)
+    for row in version_matrix(info):
+        if not row.allowed:
             continue
-        if not version or not _in_range(info.name, what, version, allowed):
-            raise FailedPrecondition(
-                f"backend {info.name!r} {info.plugin_version} was built for {what} {allowed}; here it is "
-                f"{version or 'not reported'}. Install a plugin and a {what} that go together",
-                field="backend",
-                reason="VERSION_MISMATCH",
-                wanted=allowed,
-                found=version,
-            )
+        if not row.version or not _in_range(info.name, row):
+            raise _mismatch(info, row.part, wanted=row.allowed, found=row.version)
 
 
-def _in_range(name: str, what: str, version: str, allowed: str) -> bool:
+def _check_contract_major(info: PluginInfo) -> None:
+    """A range alone does not do: its default is this SDK's, also for a plugin of another major version."""
     try:
-        return version_in_range(version, allowed)
+        built_for = parse_version(info.contract_version)
     except ValueError as error:
         raise FailedPrecondition(
-            f"backend {name!r} reports a {what} version that cannot be compared: {error}",
+            f"backend {info.name!r} says that it was built for contract {info.contract_version!r}: {error}",
             field="backend",
             reason="VERSION_MISMATCH",
         ) from error
+    if built_for.major != parse_version(CONTRACT_VERSION).major:
+        raise _mismatch(info, "contract", wanted=info.contract_version, found=CONTRACT_VERSION)
+
+
+def _mismatch(info: PluginInfo, part: str, *, wanted: str, found: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"backend {info.name!r} {info.plugin_version} was built for {part} {wanted}; here it is "
+        f"{found or 'not reported'}. Install a plugin and a {part} that go together",
+        field="backend",
+        reason="VERSION_MISMATCH",
+        wanted=wanted,
+        found=found,
+    )
+
+
+def _in_range(name: str, row: VersionRow) -> bool:
+    try:
+        return version_in_range(row.version, row.allowed)
+    except ValueError as error:
+        raise FailedPrecondition(
+            f"backend {name!r} reports a {row.part} version that cannot be compared: {error}",
+            field="backend",
+            reason="VERSION_MISMATCH",
+            wanted=row.allowed,
+            found=row.version,
+        ) from error
+
+
+def _failed_to_start(
+    name: str, error: BaseException, distribution: Distribution | None
+) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"backend {name!r} failed to start: {describe_failure(error, distribution)}",
+        field="backend",
+        reason="BACKEND_FAILED",
+        **_symbol_facts(error),
+    )
+
+
+def _symbol_facts(error: BaseException) -> dict[str, object]:
+    symbol = find_unresolved_symbol(error)
+    return {} if symbol is None else {"library": symbol.library, "symbol": symbol.symbol}
 
 
 def _entry_points() -> Sequence[EntryPoint]:
     return tuple(entry_points(group=ENTRY_POINT_GROUP))
 
 
-def _find_factory(name: str) -> BackendFactory:
+def _find_factory(name: str) -> _Found:
     if name in _registered:
-        return _registered[name]
+        return _Found(_registered[name])
     points = [point for point in _entry_points() if point.name == name]
     if not points:
         raise _unknown(name)
-    distinct = {point.value for point in points}
-    if len(distinct) > 1:
+    if len({point.value for point in points}) > 1:
+        offers = sorted({_describe_point(point) for point in points})
         raise FailedPrecondition(
-            f"backend {name!r} is offered by several packages: {', '.join(sorted(distinct))}; "
-            "uninstall all but one",
+            f"backend {name!r} is offered by several packages: {', '.join(offers)}; uninstall all but one",
             field="backend",
             reason="BACKEND_AMBIGUOUS",
         )
-    factory, problem = _import_factory(points[0])
-    if factory is None:
+    point = points[0]
+    try:
+        return _Found(point.load(), point.dist)
+    except (Exception, SystemExit) as error:
         raise FailedPrecondition(
-            f"backend {name!r} ({points[0].value}) cannot be imported: {problem}",
+            f"backend {name!r} ({point.value}) cannot be imported: {describe_failure(error, point.dist)}",
             field="backend",
             reason="BACKEND_IMPORT_FAILED",
-        )
-    return factory
+            **_symbol_facts(error),
+        ) from error
 
 
-def _import_factory(point: EntryPoint) -> tuple[BackendFactory | None, str]:
-    """The factory and "", or None and why it does not import with the way out."""
+def _describe_point(point: EntryPoint) -> str:
+    """module:attribute, and the package that brought it where it is known."""
+    if point.dist is None:
+        return point.value
+    return f"{point.value} of {point.dist.metadata['Name']} {point.dist.version}"
+
+
+def _why_not_importable(point: EntryPoint) -> str:
+    """Why a plugin does not import, with the way out; "" where it does."""
     try:
-        factory: BackendFactory = point.load()
-    except Exception as error:  # noqa: BLE001 - a vendor's import may fail in any way; the caller reports it
-        return None, f"{_describe(error)}. {_remedy(error)}"
-    return factory, ""
+        point.load()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a vendor's import may fail in any way
+        return describe_failure(error, point.dist)
+    return ""
 
 
 def _unknown(name: str) -> UnknownBackend:
@@ -158,8 +255,8 @@ def _unknown(name: str) -> UnknownBackend:
     for point in _entry_points():
         if point.name in _registered:
             continue
-        factory, problem = _import_factory(point)
-        if factory is None:
+        problem = _why_not_importable(point)
+        if problem:
             bad.append(f"{point.name} ({problem})")
         else:
             good.append(point.name)
@@ -168,18 +265,3 @@ def _unknown(name: str) -> UnknownBackend:
         message += f"; installed but not importable: {'; '.join(sorted(bad))}"
     message += f". A plugin's package offers itself by an entry point of the group {ENTRY_POINT_GROUP}"
     return UnknownBackend(message, field="backend", reason="UNKNOWN_BACKEND")
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _remedy(error: BaseException) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return (
-            f"Install the package that holds {error.name!r} in this interpreter, or name the interpreter "
-            "that has it in executor.python"
-        )
-    if isinstance(error, ImportError | OSError):
-        return "Check that the vendor's runtime is installed and that LD_LIBRARY_PATH leads to its libraries"
-    return "See the cause above; the plugin's own documentation says what it needs"

@@ -11,7 +11,7 @@ CONTRACT_VERSION = "1.0"
 """Version of the device-plugin contract that this SDK holds, "MAJOR.MINOR"."""
 
 _VERSION = re.compile(r"^\s*v?(?P<release>\d+(?:\.\d+)*)(?P<suffix>(?:[-_.]?[a-zA-Z]|[+-])\S*)?\s*$")
-_CLAUSE = re.compile(r"^(>=|<=|==|<|>)\s*(\S+)$")
+_CLAUSE = re.compile(r"^(>=|<=|==|!=|<|>)\s*(\S+)$")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,11 @@ class Version:
 
     release: tuple[int, ...]
     suffix: str = ""
+
+    @property
+    def major(self) -> int:
+        """The first number."""
+        return self.release[0] if self.release else 0
 
     def __str__(self) -> str:
         return ".".join(map(str, self.release or (0,))) + self.suffix
@@ -58,12 +63,13 @@ def version_in_range(version: str, allowed: str) -> bool:
 def _holds(release: tuple[int, ...], clause: str) -> bool:
     match = _CLAUSE.match(clause)
     if match is None:
-        raise ValueError(f"{clause!r} is no version clause: write >=, <=, ==, < or > and a version")
+        raise ValueError(f"{clause!r} is no version clause: write >=, <=, ==, !=, < or > and a version")
     bound = parse_version(match[2]).release
     return {
         ">=": release >= bound,
         "<=": release <= bound,
         "==": release == bound,
+        "!=": release != bound,
         "<": release < bound,
         ">": release > bound,
     }[match[1]]

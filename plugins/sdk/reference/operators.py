@@ -60,9 +60,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, cells: Tensor) -> None:
     """Write key and value [t, g, d] to cells [t] (int64) of one layer's cache, in place."""
-    flat = kv_cache.flatten(1, 2)
-    flat[0, cells] = key.to(kv_cache.dtype)
-    flat[1, cells] = value.to(kv_cache.dtype)
+    page, offset = cells // kv_cache.shape[2], cells % kv_cache.shape[2]
+    kv_cache[0, page, offset] = key.to(kv_cache.dtype)
+    kv_cache[1, page, offset] = value.to(kv_cache.dtype)
 
 
 def attention_prefill(query: Tensor, kv_cache: Tensor, page_ids: Tensor, start: int, scale: float) -> Tensor:

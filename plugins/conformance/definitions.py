@@ -1,0 +1,191 @@
+"""What each operator is, in float64 and independent of the SDK's reference, with the magnitudes of its
+tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = Mapping[str, Tensor]
+Attributes = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One output: float64, or int64 for tokens; `rounded` and `summed` as plugins.sdk.catalogue.Tolerance.
+
+    underflow: by how much an intermediate that was flushed to zero may have been multiplied.
+    """
+
+    value: Tensor
+    rounded: Tensor | None = None
+    summed: Tensor | None = None
+    underflow: Tensor | None = None
+
+
+def define(name: str, inputs: Inputs, attributes: Attributes) -> tuple[Expected, ...]:
+    """The outputs of an operator; of write_kv the cache; of sample see `acceptable_tokens`."""
+    wide = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    return _DEFINITIONS[name](wide, attributes)
+
+
+def _embedding(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
+    return (Expected(torch.stack([inputs["weight"][int(row)] for row in inputs["token_ids"]])),)
+
+
+def _linear(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
+    x, weight = inputs["x"], inputs["weight"]
+    product, magnitude = x @ weight.T, x.abs() @ weight.abs().T
+    bias = inputs.get("bias", torch.zeros(weight.shape[0], dtype=torch.float64))
+    value = product + bias
+    return (Expected(value, torch.maximum(value.abs(), product.abs()), magnitude + bias.abs()),)
+
+
+def _normalised(x: Tensor, weight: Tensor, eps: float) -> Expected:
+    value = x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt() * weight
+    return Expected(value, value.abs(), value.abs(), 1 + weight.abs().expand_as(value))
+
+
+def _rms_norm(inputs: Inputs, attributes: Attributes) -> tuple[Expected, ...]:
+    return (_normalised(inputs["x"], inputs["weight"], attributes["eps"]),)
+
+
+def _add_rms_norm(inputs: Inputs, attributes: Attributes) -> tuple[Expected, ...]:
+    total = inputs["x"] + inputs["residual"]
+    return (
+        _normalised(total, inputs["weight"], attributes["eps"]),
+        Expected(total, total.abs(), torch.zeros_like(total)),
+    )
+
+
+def _rotary(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
+    size = inputs["cos_sin"].shape[1]
+    rows = inputs["cos_sin"][inputs["positions"]].unsqueeze(1)
+    cos, sin = rows[..., : size // 2], rows[..., size // 2 :]
+    return _rotated(inputs["query"], cos, sin), _rotated(inputs["key"], cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Expected:
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    parts = ((first * cos, -second * sin), (second * cos, first * sin))
+    value = torch.cat([one + other for one, other in parts], dim=-1)
+    rounded = torch.cat([one.abs() + other.abs() for one, other in parts], dim=-1)
+    return Expected(value, rounded, torch.zeros_like(value))
+
+
+def _silu_mul(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
+    size = inputs["gate_up"].shape[-1] // 2
+    gate, up = inputs["gate_up"][..., :size], inputs["gate_up"][..., size:]
+    value = gate / (1 + (-gate).exp()) * up
+    underflow = (1 + gate.abs()) * (1 + up.abs())  # the sigmoid may vanish before it is multiplied
+    return (Expected(value, value.abs(), (1 + gate.abs()) * value.abs(), underflow),)
+
+
+def _write_kv(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
+    cache = inputs["kv_cache"].clone()
+    page = cache.shape[2]
+    for token, cell in enumerate(inputs["cells"].tolist()):
+        cache[0, cell // page, cell % page] = inputs["key"][token]
+        cache[1, cell // page, cell % page] = inputs["value"][token]
+    return (Expected(cache),)
+
+
+def _attention_prefill(inputs: Inputs, attributes: Attributes) -> tuple[Expected, ...]:
+    query, start = inputs["query"], attributes["start"]
+    return (_attended(query, inputs["kv_cache"], inputs["page_ids"], start, attributes["scale"]),)
+
+
+def _attention_decode(inputs: Inputs, attributes: Attributes) -> tuple[Expected, ...]:
+    rows = [
+        _attended(
+            inputs["query"][row : row + 1], inputs["kv_cache"], table, int(length) - 1, attributes["scale"]
+        )
+        for row, (table, length) in enumerate(zip(inputs["page_table"], inputs["lengths"], strict=True))
+    ]
+    joined = ([getattr(row, field) for row in rows] for field in ("value", "rounded", "summed"))
+    return (Expected(*(torch.cat(parts) for parts in joined)),)
+
+
+def _attended(query: Tensor, kv_cache: Tensor, page_ids: Tensor, start: int, scale: float) -> Expected:
+    """Softmax attention of tokens at positions start, start + 1, ... over the cells up to each."""
+    count, heads, _ = query.shape
+    length = start + count
+    page = kv_cache.shape[2]
+    cells = (page_ids.unsqueeze(1) * page + torch.arange(page)).flatten()[:length]
+    per_group = heads // kv_cache.shape[3]
+    keys, values = (
+        part[cells].repeat_interleave(per_group, dim=1).transpose(0, 1) for part in kv_cache.flatten(1, 2)
+    )
+    rows = query.transpose(0, 1)
+    seen = torch.arange(length).unsqueeze(0) <= torch.arange(start, length).unsqueeze(1)
+    scores = (rows @ keys.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
+    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    magnitudes = (rows.abs() @ keys.abs().transpose(1, 2) * scale).masked_fill(~seen, 0.0)
+    rounded = weights @ values.abs()
+    summed = rounded * (1 + 2 * magnitudes.amax(dim=-1, keepdim=True))
+    value = weights @ values
+    return Expected(value.transpose(0, 1), rounded.transpose(0, 1), summed.transpose(0, 1))
+
+
+def _argmax(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
+    logits = inputs["logits"]
+    ids = torch.arange(logits.shape[1]).expand_as(logits)
+    largest = logits == logits.amax(dim=-1, keepdim=True)
+    return (Expected(torch.where(largest, ids, logits.shape[1]).amin(dim=-1)),)
+
+
+_DEFINITIONS: dict[str, Callable[[Inputs, Attributes], tuple[Expected, ...]]] = {
+    "embedding": _embedding,
+    "linear": _linear,
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "rotary": _rotary,
+    "silu_mul": _silu_mul,
+    "write_kv": _write_kv,
+    "attention_prefill": _attention_prefill,
+    "attention_decode": _attention_decode,
+    "argmax": _argmax,
+}
+
+_SLACK = 1e-6
+"""Share of probability by which a draw may differ: about the rounding of a distribution in float32."""
+
+
+def acceptable_tokens(inputs: Inputs) -> list[set[int]]:
+    """Tokens that `sample` may return for each row: one, or those at an edge within rounding."""
+    return [_acceptable(inputs, row) for row in range(inputs["logits"].shape[0])]
+
+
+def _acceptable(inputs: Inputs, row: int) -> set[int]:
+    scores = inputs["logits"][row].double()
+    scores = (scores - scores.max()) / inputs["temperature"][row].double()
+    top_k, top_p = int(inputs["top_k"][row]), float(inputs["top_p"][row])
+    min_p, uniform = float(inputs["min_p"][row]), float(inputs["uniform"][row])
+    tokens: set[int] = set()
+    for slack in (-_SLACK, 0.0, _SLACK):
+        kept = _kept(scores, top_k, top_p + slack if top_p < 1 else 1.0, min_p * (1 + slack))
+        cumulative = torch.where(kept, scores.exp(), 0.0).cumsum(dim=0)
+        for draw in (uniform - _SLACK, uniform, uniform + _SLACK):
+            target = min(max(draw, 0.0), 1.0) * cumulative[-1]
+            found = torch.nonzero((cumulative > target) & kept)
+            tokens.add(int(found[0]) if len(found) else int(torch.nonzero(kept)[-1]))
+    return tokens
+
+
+def _kept(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Which tokens the filters leave, those that tie with the last one included."""
+    kept = scores > float("-inf")
+    if top_k:
+        kept &= scores >= scores.sort(descending=True).values[min(top_k, len(scores)) - 1]
+    if top_p < 1:
+        ordered = torch.where(kept, scores, float("-inf")).sort(descending=True).values
+        share = ordered.exp().cumsum(dim=0) / ordered.exp().sum()
+        reached = torch.nonzero(share >= top_p)
+        kept &= scores >= (ordered[int(reached[0])] if len(reached) else float("-inf"))
+    return kept & (scores.exp() >= min_p)

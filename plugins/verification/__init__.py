@@ -1,0 +1,3 @@
+"""Tools that look at a plugin before any model: `chipmesh verify` and `chipmesh collectives`."""
+
+from __future__ import annotations
