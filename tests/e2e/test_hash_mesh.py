@@ -25,10 +25,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def mesh(tmp_path: Path, model: Path) -> Iterator[RunningMesh]:
-    """Two workers in one group, with so few pages that eviction and retraction happen."""
+    """Two workers whose pages together hold fewer tokens than the test makes: they must evict."""
     with running_mesh(
         tmp_path, "--backend", "hash", "--model-path", str(model), "--load-format", "dummy",
-        "--device-groups", "hash:0,hash:1", "--max-total-tokens", "2048", "--page-size", "8",
+        "--device-groups", "hash:0,hash:1", "--max-total-tokens", "1024", "--page-size", "8",
         "--chunked-prefill-size", "32",
     ) as mesh:  # fmt: skip
         yield mesh
