@@ -57,6 +57,7 @@ class WorkerConfig(ServiceConfig):
     device: index as the framework counts, after visibility variables.
     max_total_tokens: size of the KV cache in tokens; else mem_fraction_static of the device's memory, see
     kv_sizing.
+    quantization: of weights as they are loaded: "", w8a8 or w4a16.
     executors_on_host: how many share the host's memory.
     takeover_token: secret that lets a new supervisor take over this id while it is live; None: one of this
     process.
@@ -74,6 +75,7 @@ class WorkerConfig(ServiceConfig):
     load_format: str = "auto"
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: str = ""
     strict: bool = False
     page_size: int | None = Field(default=None, ge=1)
     max_running_requests: int | None = Field(default=None, ge=1)

@@ -23,9 +23,10 @@ from chipmesh.device.v1alpha1.plugin_pb2_grpc import PluginServiceStub
 from chipmesh.scheduler.v1alpha1.registry_pb2 import RegisterRequest
 from meshkit.errors import Internal, from_rpc_error
 from meshkit.telemetry.logging import get_logger
+from plugins.sdk.planning import choose_chunk, choose_page_size, choose_window
 from worker_svc.config import WorkerConfig
 from worker_svc.executor_process import ExecutorProcess
-from worker_svc.kv_sizing import DeviceMemory, KvRequest, KvSize, choose_page_size, size_kv_cache
+from worker_svc.kv_sizing import DeviceMemory, KvRequest, KvSize, size_kv_cache
 
 if TYPE_CHECKING:  # generated for type checkers only
     from chipmesh.device.v1alpha1.device_pb2_grpc import DeviceServiceAsyncStub
@@ -34,7 +35,6 @@ if TYPE_CHECKING:  # generated for type checkers only
 
 log = get_logger(__name__)
 
-DEFAULT_SLOTS = 64
 CALL_TIMEOUT_S = 30.0
 
 Progress = Callable[[str, float], None]
@@ -67,7 +67,7 @@ async def set_up_executor(
         capabilities = await plugin.GetCapabilities(GetCapabilitiesRequest(), timeout=CALL_TIMEOUT_S)
         report = capabilities.report
         # Before the load, which may take minutes: a page size that is refused should be refused now.
-        page_size = choose_page_size(config.page_size, report.page_sizes_tokens)
+        page_size: int = choose_page_size(config.page_size, report.page_sizes_tokens).value
         model = await _load_model(execution, config, progress)
         properties = await device.GetDevice(GetDeviceRequest(device=config.device), timeout=CALL_TIMEOUT_S)
         size = size_kv_cache(
@@ -77,9 +77,8 @@ async def set_up_executor(
             kv_bytes_per_token=model.kv_bytes_per_token,
             weight_bytes=model.weight_bytes,
         )
-        slots = min(
-            config.max_running_requests or report.preferred_batch_size or DEFAULT_SLOTS, size.page_count
-        )
+        window: int = choose_window(config.max_running_requests, report.preferred_batch_size).value
+        slots = min(window, size.page_count)
         request = AllocateKvCacheRequest(
             page_count=size.page_count, page_size_tokens=size.page_size, max_slots=slots
         )
@@ -107,7 +106,7 @@ def registration_of(
         page_count=ready.size.page_count,
         page_size_tokens=ready.size.page_size,
         max_slots=ready.max_slots,
-        chunk_tokens=config.chunked_prefill_size or ready.report.preferred_chunk_tokens or None,
+        chunk_tokens=choose_chunk(config.chunked_prefill_size, ready.report.preferred_chunk_tokens).value,
         takeover_token=takeover_token,
         supervisor_pid=os.getpid(),
         executor_pid=process.pid,
@@ -132,6 +131,7 @@ async def _load_model(
         kv_cache_dtype=config.kv_cache_dtype,
         device=config.device,
         strict=config.strict,
+        quantization=config.quantization,
         cache_dir=str(config.cache_dir) if config.cache_dir is not None else "",
     )
     model: LoadedModel | None = None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshkit.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from meshkit.errors import FailedPrecondition, ResourceExhausted
 
 DEVICE_FRACTION = 0.85
 """Default share of a device's memory for weights and KV; the rest is for activations and the runtime."""
@@ -15,7 +14,6 @@ HOST_KV_CAP_BYTES = 2 << 30
 """Most KV bytes that a default start takes of a host."""
 HOST_MAX_TOKENS = 1 << 20
 """Most tokens of a default start on a host: with tiny cells more would only swell the scheduler's tables."""
-DEFAULT_PAGE_SIZE = 16
 MIN_PAGES = 2
 _GIB = float(1 << 30)
 
@@ -47,24 +45,6 @@ class KvSize:
     page_size: int
     rule: str
     """How it came about, for the log."""
-
-
-def choose_page_size(requested: int | None, allowed: Sequence[int]) -> int:
-    """Tokens of a page: as configured, else the report's preferred size, else 16.
-
-    Raises:
-        InvalidArgument: the report excludes the configured size.
-    """
-    if requested is None:
-        return allowed[0] if allowed else DEFAULT_PAGE_SIZE
-    if allowed and requested not in allowed:
-        sizes = ", ".join(str(size) for size in allowed)
-        raise InvalidArgument(
-            f"page_size is {requested}; this chip's attention takes {sizes}. Leave page_size out "
-            f"to get {allowed[0]}",
-            field="page_size",
-        )
-    return requested
 
 
 def size_kv_cache(

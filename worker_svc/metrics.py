@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
+from chipmesh.device.v1alpha1.execution_pb2 import OperatorDecision
 from meshkit.telemetry.metrics import Metrics
 from worker_svc.config import WorkerConfig
 from worker_svc.registration import ExecutorState
@@ -37,6 +41,12 @@ class WorkerMetrics:
             "executor_since_last_step_seconds", "Time since the device ended a piece of work", labels=_LABELS
         )
 
+        self._calls = metrics.gauge(
+            "operator_calls",
+            "Operator calls of a forward pass by how the execution plan runs them",
+            labels=(*_LABELS, "operator", "choice"),
+        )
+
     def refresh(self, supervisor: Supervisor, *, chip: str) -> None:
         """Take over the present values."""
         labels = (self._config.group, self._config.worker_id, chip)
@@ -45,3 +55,12 @@ class WorkerMetrics:
         self._restarts.labels(*labels).set(supervisor.status.restarts)
         if supervisor.status.since_last_step_s is not None:
             self._idle.labels(*labels).set(supervisor.status.since_last_step_s)
+        self._show_plan(supervisor.ready.model.operators, labels)
+
+    def _show_plan(self, decisions: Iterable[OperatorDecision], labels: tuple[str, str, str]) -> None:
+        counts: Counter[tuple[str, str]] = Counter()
+        for decision in decisions:
+            counts[decision.name, decision.choice] += decision.calls
+        self._calls.clear()
+        for key, calls in counts.items():
+            self._calls.labels(*labels, *key).set(calls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,32 +15,42 @@ from meshkit.errors import FailedPrecondition, InvalidArgument
 from meshkit.modelstore import ModelFolder, default_cache_dir, open_model
 from meshkit.telemetry.logging import get_logger
 from plugins.sdk.backend import Backend
-from plugins.sdk.capabilities import CapabilityReport
 from plugins.sdk.memory import Buffer
-from plugins.sdk.operators import OperatorSet, OperatorTable
+from plugins.sdk.operator_table import OperatorBinder, OperatorTable
+from plugins.sdk.operators import OperatorSet
+from plugins.sdk.planning import (
+    FALLBACKS,
+    CallSite,
+    ExecutionPlan,
+    PlanRequest,
+    choose_page_size,
+    plan_execution,
+    plan_operators,
+)
 from plugins.sdk.runner import (
     IntArray,
     LoadedModel,
     LoadOptions,
     ModelRunner,
-    PrefillRow,
     Progress,
     SlotAdmission,
     StepBatch,
     StepOutput,
 )
-from plugins.sdk.slot_sampling import SlotSampling
+from plugins.sdk.slot_sampling import Samplers, SlotSampling
 from plugins.sdk.tensors import dtype_size
+from worker_svc.call_sites import collect_call_sites
+from worker_svc.first_forward import BuildObserved, describe_failure, is_finite
+from worker_svc.layers.quantization import QuantizationPolicy
 from worker_svc.layers.step_tensors import build_step, sampling_rows
 from worker_svc.models.architecture import Model, ModelContext
 from worker_svc.models.registry import find_architecture
+from worker_svc.observed_operators import ObservedOperators
 from worker_svc.weights import DummyWeights, WeightReader, WeightSource
 
 log = get_logger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-_PROBE_TOKENS = 8
-_PROBE_PAGE = 16
 
 
 @dataclass(frozen=True)
@@ -47,11 +58,16 @@ class _Loaded:
     """A model in memory and what it runs on."""
 
     model: Model
-    operators: OperatorTable
-    dtype: torch.dtype
-    kv_dtype: str
+    sites: Sequence[CallSite]
+    plan: ExecutionPlan
+    samplers: Samplers
     device: torch.device
     description: LoadedModel
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return getattr(torch, self.plan.dtype.value)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -83,28 +99,41 @@ class OperatorModelRunner(ModelRunner):
         """Read, pack and check a model."""
         if self._loaded is not None:
             raise FailedPrecondition("a model is loaded; unload it first", reason="MODEL_LOADED")
-        report = self._backend.capabilities()
         self._backend.devices.properties(options.device)
-        dtype = _choose(options.dtype, report.compute_dtypes, "dtype")
-        kv_dtype = _choose_kv_dtype(options.kv_cache_dtype, dtype, report)
-        folder = _open(options, progress)
-        architecture, factory = find_architecture(folder.config)
-        table = self._operators.choose(dtype, strict=options.strict)
-        _log_fallbacks(table)
-        context = ModelContext(
-            config=folder.config,
-            source=_weights(folder, options.load_format),
-            operators=table,
-            dtype=getattr(torch, dtype),
-            device=self._operators.torch_device(options.device),
-            progress=lambda share: progress("weights", share),
-        )
-        model = self._backend.execute_runnable(lambda: factory(context))
         self._device = options.device
-        description = _describe(folder, architecture, model, dtype, kv_dtype, report, table)
-        loaded = _Loaded(model, table, context.dtype, kv_dtype, context.device, description)
+        folder = _open(options, progress)
+        policy = QuantizationPolicy(options.quantization)
+        architecture, factory = find_architecture(folder.config)
+        sites = collect_call_sites(folder.config, vocab_size=folder.vocab_size, policy=policy)
+        request = PlanRequest(
+            dtype=options.dtype,
+            kv_cache_dtype=options.kv_cache_dtype,
+            quantization=options.quantization,
+            strict=options.strict,
+        )
+        plan = plan_execution(self._backend.capabilities(), sites, request)
+        table = self._operators.table(plan.operators)
+        _log_fallbacks(table)
+        device = self._operators.torch_device(options.device)
+        source = _weights(folder, options.load_format)
+
+        def build(operators: OperatorBinder) -> Model:
+            context = ModelContext(
+                config=folder.config,
+                source=source,
+                operators=operators,
+                dtype=getattr(torch, plan.dtype.value),
+                device=device,
+                progress=lambda share: progress("weights", share),
+                policy=policy,
+            )
+            return self._backend.execute_runnable(lambda: factory(context))
+
+        model = build(table)
+        description = _describe(folder, architecture, model, plan, policy)
+        loaded = _Loaded(model, sites, plan, Samplers.bind(table, folder.vocab_size), device, description)
         progress("first forward", 0.0)
-        self._check_first_forward(loaded)
+        self._check_first_forward(loaded, lambda observe: build(ObservedOperators(table, observe)))
         progress("first forward", 1.0)
         self._loaded = loaded
         return description
@@ -118,6 +147,7 @@ class OperatorModelRunner(ModelRunner):
             raise FailedPrecondition(
                 "a KV cache is allocated; unload the model first", reason="KV_CACHE_ALLOCATED"
             )
+        self._check_page_size(loaded, page_size)
         buffer, layers = self._allocate_pages(loaded, page_count, page_size)
         sampling = SlotSampling(
             max_slots=max_slots, vocab_size=loaded.description.vocab_size, device=loaded.device
@@ -166,18 +196,36 @@ class OperatorModelRunner(ModelRunner):
         shape, layout = loaded.model.kv_shape, self._operators.kv_layout
         buffer = self._backend.memory.allocate(
             (shape.layers, *layout.memory_shape((2, pages, page_size, shape.heads, shape.head_dim))),
-            loaded.kv_dtype,
+            loaded.plan.kv_cache_dtype.value,
             self._device,
             zeroed=True,
         )
         tensor: Tensor = buffer.tensor
         return buffer, [layout.as_cache(layer) for layer in tensor.unbind(0)]
 
-    def _check_first_forward(self, loaded: _Loaded) -> None:
-        """Raises FailedPrecondition that names the first stage whose result is not finite."""
-        buffer, layers = self._allocate_pages(loaded, 1, _PROBE_PAGE)
+    def _check_page_size(self, loaded: _Loaded, page_size: int) -> None:
+        """The plan was made for the chip's preferred size; another one may break an operator's constraint."""
+        report = self._backend.capabilities()
+        choose_page_size(page_size, report.page_sizes_tokens)
+        plan_operators(report.operators, loaded.sites, dtype=loaded.plan.dtype.value, page_size=page_size)
+
+    def _check_first_forward(self, loaded: _Loaded, build: BuildObserved) -> None:
+        """Raises FailedPrecondition that names the first operator whose result is not finite."""
+        page_size: int = loaded.plan.page_size.value
+        buffer, layers = self._allocate_pages(loaded, 1, page_size)
+        probe = partial(
+            is_finite,
+            loaded.model,
+            layers,
+            vocab_size=loaded.description.vocab_size,
+            dtype=loaded.dtype,
+            page_size=page_size,
+        )
         try:
-            self._backend.execute_runnable(lambda: _probe(loaded, layers))
+            if not self._backend.execute_runnable(probe):
+                raise self._backend.execute_runnable(
+                    partial(describe_failure, build, *probe.args[1:], **probe.keywords)
+                )
         finally:
             self._backend.memory.free(buffer)
 
@@ -196,61 +244,8 @@ def _run_step(batch: StepBatch, loaded: _Loaded, cache: _Cache) -> StepOutput:
         return StepOutput(slots=np.empty(0, dtype=np.int32), token_ids=np.empty(0, dtype=np.int32))
     if len(rows) < hidden.shape[0]:
         hidden = hidden[torch.from_numpy(rows).to(loaded.device)]
-    sampled = cache.sampling.sample(loaded.model.logits(hidden), slots, loaded.operators)
+    sampled = cache.sampling.sample(loaded.model.logits(hidden), slots, loaded.samplers)
     return StepOutput(sampled.slots, sampled.token_ids, sampled.logprobs, sampled.failures)
-
-
-def _probe(loaded: _Loaded, layers: Sequence[Tensor]) -> None:
-    count = min(_PROBE_TOKENS, loaded.description.vocab_size)
-    row = PrefillRow(
-        slot=0,
-        start=0,
-        token_ids=np.linspace(0, loaded.description.vocab_size - 1, count).astype(np.int32),
-        page_ids=np.zeros(1, dtype=np.int32),
-        samples=True,
-    )
-    step = build_step(
-        StepBatch(decode=None, prefill=[row]),
-        np.empty(0, dtype=np.int64),
-        page_size=_PROBE_PAGE,
-        dtype=loaded.dtype,
-        device=loaded.device,
-    )
-    stages: list[str] = []
-
-    def observe(stage: str, values: Tensor) -> None:
-        if not bool(torch.isfinite(values).all()):
-            stages.append(stage)
-
-    logits = loaded.model.logits(loaded.model.forward(step, layers, observe))
-    observe("head", logits)
-    if stages:
-        raise FailedPrecondition(
-            f"the first forward pass gave values that are not finite, first in {stages[0]}; the weights are "
-            f"damaged or {loaded.description.numeric_class} is too narrow for this model",
-            field="model_path",
-            reason="NON_FINITE_LOGITS",
-            stage=stages[0],
-        )
-
-
-def _choose(requested: str, supported: Sequence[str], field: str) -> str:
-    """The dtype meant; "auto" is the report's best."""
-    if requested in ("", "auto"):
-        return supported[0]
-    if requested not in supported:
-        raise InvalidArgument(
-            f"{field} is {requested!r}; this chip supports auto, {', '.join(supported)}",
-            field=field,
-            reason="DTYPE_UNSUPPORTED",
-        )
-    return requested
-
-
-def _choose_kv_dtype(requested: str, dtype: str, report: CapabilityReport) -> str:
-    if requested in ("", "auto") and dtype in report.kv_cache_dtypes:
-        return dtype
-    return _choose(requested, report.kv_cache_dtypes, "kv_cache_dtype")
 
 
 def _open(options: LoadOptions, progress: Progress) -> ModelFolder:
@@ -284,30 +279,33 @@ def _weights(folder: ModelFolder, load_format: str) -> WeightSource:
 
 
 def _describe(
-    folder: ModelFolder,
-    architecture: str,
-    model: Model,
-    dtype: str,
-    kv_dtype: str,
-    report: CapabilityReport,
-    table: OperatorTable,
+    folder: ModelFolder, architecture: str, model: Model, plan: ExecutionPlan, policy: QuantizationPolicy
 ) -> LoadedModel:
+    kv_dtype: str = plan.kv_cache_dtype.value
+    suffix = f"+{policy.format}" if policy.quantizes else ""
     return LoadedModel(
         architecture=architecture,
         vocab_size=folder.vocab_size,
         context_tokens=folder.context_length,
         kv_bytes_per_token=model.kv_shape.values_per_token * dtype_size(kv_dtype),
         weight_bytes=model.weight_bytes,
-        weights_version=folder.weights_version,
-        numeric_class=dtype,
+        weights_version=f"{folder.weights_version}{suffix}",
+        numeric_class=f"{plan.dtype.value}{suffix}",
         kv_cache_dtype=kv_dtype,
-        kv_layout=report.kv_layout,
+        kv_layout=plan.kv_layout.value,
         eos_token_ids=folder.eos_token_ids,
-        operators=table.decisions,
+        operators=plan.operators,
     )
 
 
 def _log_fallbacks(table: OperatorTable) -> None:
     for decision in table.decisions:
-        if decision.choice == "reference":
-            log.warning("operator runs on the reference", operator=decision.name, reason=decision.reason)
+        if decision.choice in FALLBACKS:
+            say = log.warning if decision.choice == "reference" else log.info
+            say(
+                "operator falls back",
+                operator=decision.name,
+                choice=decision.choice,
+                where=decision.where,
+                reason=decision.reason,
+            )

@@ -25,7 +25,15 @@ from chipmesh.device.v1alpha1.execution_pb2 import LoadedModel as LoadedModelMes
 from chipmesh.device.v1alpha1.execution_pb2 import OperatorDecision as OperatorDecisionMessage
 from meshkit.errors import FailedPrecondition, InvalidArgument, MeshError, Unavailable
 from meshkit.telemetry.logging import get_logger
-from plugins.sdk.runner import LoadedModel, LoadOptions, ModelRunner, Progress, RowFailure, StepOutput
+from plugins.sdk.runner import (
+    LoadedModel,
+    LoadOptions,
+    ModelRunner,
+    OperatorDecision,
+    Progress,
+    RowFailure,
+    StepOutput,
+)
 from worker_svc.request_spans import RequestSpans
 from worker_svc.slots import AppliedPlan, SlotTable
 
@@ -352,10 +360,20 @@ def model_message(model: LoadedModel) -> LoadedModelMessage:
         kv_cache_dtype=model.kv_cache_dtype,
         kv_layout=model.kv_layout,
         eos_token_ids=model.eos_token_ids,
-        operators=[
-            OperatorDecisionMessage(name=decision.name, choice=decision.choice, reason=decision.reason)
-            for decision in model.operators
-        ],
+        operators=[_decision_message(decision) for decision in model.operators],
+    )
+
+
+def _decision_message(decision: OperatorDecision) -> OperatorDecisionMessage:
+    return OperatorDecisionMessage(
+        name=decision.name,
+        choice=decision.choice,
+        reason=decision.reason,
+        where=decision.where,
+        calls=decision.calls,
+        sizes=decision.sizes,
+        padded=decision.padded,
+        parts=[_decision_message(part) for part in decision.parts],
     )
 
 
@@ -368,6 +386,7 @@ def _load_options(request: LoadModelRequest) -> LoadOptions:
         device=request.device,
         strict=request.strict,
         cache_dir=request.cache_dir,
+        quantization=request.quantization,
     )
 
 

@@ -141,6 +141,7 @@ def worker_config(
         "load_format": options.load_format,
         "dtype": options.dtype,
         "kv_cache_dtype": options.kv_cache_dtype,
+        "quantization": options.quantization,
         "strict": options.strict,
         "cache_dir": str(options.cache_dir),
         "drain_timeout_s": WORKER_DRAIN_S,

@@ -24,6 +24,7 @@ class MeshOptions(FrozenConfig):
     dtype: str = "auto"
     load_format: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: str = ""
     chunked_prefill_size: int | None = None
     max_running_requests: int | None = None
     mem_fraction_static: float | None = None

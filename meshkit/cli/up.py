@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshkit.cli.backend_options import read_backend_options
 from meshkit.cli.detach import run_detached
 from meshkit.cli.display import LaunchDisplay, describe_mesh, print_summary
 from meshkit.cli.events import LaunchEvent, print_event
@@ -13,8 +14,9 @@ from meshkit.cli.launch import run_mesh
 from meshkit.cli.options import MeshOptions
 from meshkit.cli.state import MeshRecord, StateDir, state_dir_from_environment
 from meshkit.cli.terminal import EXIT_FAILED, EXIT_OK, describe_error, print_json
+from meshkit.cli.tools import plugin_options
 from meshkit.config import load_config, parse_config
-from meshkit.errors import InvalidArgument, MeshError
+from meshkit.errors import MeshError
 from meshkit.modelstore import default_cache_dir
 
 OUTPUT_FLAGS = ("detach", "as_json")
@@ -27,19 +29,10 @@ def read_options(flags: Mapping[str, Any]) -> MeshOptions:
         InvalidArgument: a value that no mesh can have.
     """
     values = {name: value for name, value in flags.items() if name not in OUTPUT_FLAGS}
-    values["backend_options"] = _key_values(values.pop("backend_option") or ())
+    words = plugin_options(values.pop("backend_option"), emulate=values.pop("emulate"))
+    values["backend_options"] = read_backend_options(words, flag="--backend-option")
     values["start_timeout_s"] = values.pop("start_timeout")
     return parse_config(MeshOptions, {**values, "cache_dir": default_cache_dir()}, source="chipmesh up")
-
-
-def _key_values(words: Sequence[str]) -> dict[str, str]:
-    pairs = [word.partition("=") for word in words]
-    for word, (key, equals, _) in zip(words, pairs, strict=True):
-        if not key or not equals:
-            raise InvalidArgument(
-                f"--backend-option: {word!r} has not the form KEY=VALUE", field="--backend-option"
-            )
-    return {key: value for key, _, value in pairs}
 
 
 def start_mesh(options: MeshOptions, *, detach: bool, as_json: bool) -> None:

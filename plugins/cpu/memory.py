@@ -54,7 +54,7 @@ class CpuMemory(HostMemory):
         data = held.reshape(-1).view(torch.uint8).numpy().tobytes() if held.numel() else b""
         return HostTensor(dtype, tuple(held.shape), data)
 
-    def relayout_weight(self, weight: Any, *, operator: str) -> Any:
+    def relayout_weight(self, weight: Any, *, operator: str, parameter: str = "weight") -> Any:
         """Matrices of `linear` in oneDNN's blocks; everything else as it is."""
         if operator != "linear" or not isinstance(weight, Tensor) or not can_pack(weight.dtype):
             return weight

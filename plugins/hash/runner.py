@@ -83,6 +83,11 @@ class HashRunner(ModelRunner):
                 f"backend_options.eos names token {unknown}; the model has {vocab_size}",
                 field="backend_options.eos",
             )
+        if options.quantization:
+            raise InvalidArgument(
+                f"quantization is {options.quantization!r}; the hash model has no weights: leave it out",
+                field="quantization",
+            )
         self._vocab_size = vocab_size
         self._model = LoadedModel(
             architecture="HashModel",

@@ -1,189 +1,35 @@
 """The operator catalogue as data: signatures, shape classes and tolerances of every operator. No torch.
 
-Meaning of each operator: plugins.sdk.reference. How wrong a result may be, and why, stands in `Tolerance`.
+Meaning of each operator: plugins.sdk.reference. How wrong a result may be, and why: `Tolerance` of op_spec.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod, sqrt
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-COMPUTE = "compute"
-"""In place of a dtype: the model's compute dtype, one of the operator's `dtypes`."""
-KV = "kv"
-"""In place of a dtype: the dtype of the KV cache."""
+from plugins.sdk.op_spec import (
+    COMPUTE,
+    KV,
+    LARGEST,
+    SMALLEST_NORMAL,
+    STEP_SYMBOLS,
+    UNIT_ROUNDOFF,
+    AttributeSpec,
+    OpSpec,
+    PartSpec,
+    ShapeClass,
+    TensorSpec,
+    Tolerance,
+    evaluate,
+    holds,
+    symbols_of,
+)
 
-UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Largest relative error of one rounding to nearest: half the distance from 1 to the next number."""
-SMALLEST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-126}
-"""Below it chips may flush to zero, so that errors of this size are nobody's fault."""
-LARGEST = {"float64": 1.7e308, "float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.38e38}
-"""About the largest finite number: what is larger may become infinite."""
-
-
-_LAMBDA = 4.0
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """How far an output may lie from the exact one (float64 arithmetic on the same inputs), by element:
-
-        |got - exact| <= roundings * u(dtype) * rounded + 4 * sqrt(terms) * u(accumulation) * summed
-
-    u: UNIT_ROUNDOFF. The first part is for results and intermediates that are stored in the compute dtype.
-    The second is the probabilistic bound on sums of n terms, lambda * sqrt(n) * u times the sum of magnitudes
-    (Higham & Mary, "A new approach to probabilistic rounding error analysis", SISC 2019), with lambda = 4.
-    accumulation: what the capability report declares, so a chip may accumulate in less if it says so.
-    `rounded`, `summed`: in words what the two magnitudes are; plugins.conformance.definitions computes them.
-    roundings 0 and terms "": every bit has to agree.
-    """
-
-    roundings: int = 0
-    rounded: str = ""
-    terms: str = ""
-    summed: str = ""
-
-    @property
-    def exact(self) -> bool:
-        """Whether every bit has to agree."""
-        return not self.roundings and not self.terms
-
-    def coefficients(self, dtype: str, accumulation: str, sizes: Mapping[str, int]) -> tuple[float, float]:
-        """The factors of `rounded` and of `summed`, for one dtype and the sizes of a shape class."""
-        if self.exact:
-            return 0.0, 0.0
-        accumulated = max(UNIT_ROUNDOFF[accumulation], UNIT_ROUNDOFF["float64"])
-        terms = evaluate(self.terms, sizes) if self.terms else 0
-        return self.roundings * UNIT_ROUNDOFF[dtype], _LAMBDA * sqrt(terms) * accumulated
-
-
-EXACT = Tolerance()
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor of a signature. shape: symbols, numbers and products such as "2*I". dtype: COMPUTE, KV or one
-    of the contract.
-    """
-
-    name: str
-    shape: Sequence[str]
-    dtype: str = COMPUTE
-    optional: bool = False
-    tolerance: Tolerance = EXACT
-    """Of an output."""
-
-    def sizes(self, symbols: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape in numbers."""
-        return tuple(evaluate(size, symbols) for size in self.shape)
-
-
-@dataclass(frozen=True)
-class AttributeSpec:
-    """A plain number of a signature. kind: "int" or "float"."""
-
-    name: str
-    kind: str
-
-
-@dataclass(frozen=True)
-class ShapeClass:
-    """Concrete sizes under a name that reports carry. heavy: left out of quick runs."""
-
-    name: str
-    sizes: Mapping[str, int]
-    heavy: bool = False
-
-
-@dataclass(frozen=True)
-class OpSpec:
-    """One operator. `inputs`, then `attributes`, are its parameters in the order of OperatorSet.
-
-    writes: inputs that it changes; all others it leaves alone. fused_from: its parts, where it is a fused
-    form. dtypes: compute dtypes; where no tensor has the dtype COMPUTE, the one that its inputs have.
-    """
-
-    name: str
-    summary: str
-    inputs: Sequence[TensorSpec]
-    outputs: Sequence[TensorSpec]
-    shape_classes: Sequence[ShapeClass]
-    attributes: Sequence[AttributeSpec] = ()
-    writes: Sequence[str] = ()
-    dtypes: Sequence[str] = ("float32", "bfloat16", "float16")
-    fused_from: Sequence[str] = ()
-    constraints: Sequence[str] = ()
-
-    @property
-    def follows_compute_dtype(self) -> bool:
-        """Whether any of its tensors has the model's compute dtype."""
-        return any(tensor.dtype == COMPUTE for tensor in (*self.inputs, *self.outputs))
-
-
-def evaluate(expression: str, symbols: Mapping[str, int]) -> int:
-    """A sum of products of symbols and numbers, such as "D+P*S". Raises KeyError for an unknown symbol."""
-    return sum(
-        prod(int(factor) if factor.isdigit() else symbols[factor] for factor in term.split("*"))
-        for term in expression.split("+")
-    )
-
-
-_OPERATIONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.In: lambda value, several: value in several,
-    ast.NotIn: lambda value, several: value not in several,
-}
-
-
-def holds(constraint: str, symbols: Mapping[str, int]) -> bool:
-    """Whether a constraint such as "D % 16 == 0 and S in (16, 64)" is met. Symbols of other operators than
-    the one asked for are an error: nothing would check them.
-
-    Raises:
-        ValueError: it is no such expression, or names a symbol that `symbols` has not.
-    """
-    try:
-        return bool(_value(ast.parse(constraint, mode="eval").body, symbols))
-    except (SyntaxError, KeyError, ZeroDivisionError, TypeError) as error:
-        raise ValueError(
-            f"constraint {constraint!r} cannot be read: {error}; it may compare numbers and the symbols "
-            f"{', '.join(symbols)} with + - * // % == != < <= > >= in, and, or"
-        ) from error
-
-
-def _value(node: ast.expr, symbols: Mapping[str, int]) -> Any:
-    """A number, truth value or tuple. Nothing else can be written, so that a report cannot run code."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.Name):
-        return symbols[node.id]
-    if isinstance(node, ast.Tuple | ast.List):
-        return tuple(_value(each, symbols) for each in node.elts)
-    if isinstance(node, ast.BinOp):
-        left, right = _value(node.left, symbols), _value(node.right, symbols)
-        return _OPERATIONS[type(node.op)](left, right)
-    if isinstance(node, ast.BoolOp):
-        parts = [bool(_value(each, symbols)) for each in node.values]
-        return all(parts) if isinstance(node.op, ast.And) else any(parts)
-    if isinstance(node, ast.Compare):
-        values = [_value(each, symbols) for each in (node.left, *node.comparators)]
-        pairs = zip(node.ops, values, values[1:], strict=False)
-        return all(_OPERATIONS[type(one)](left, right) for one, left, right in pairs)
-    raise TypeError(f"{ast.unparse(node)!r} is not allowed")
+__all__ = [
+    "CATALOGUE", "COMPUTE", "KV", "LARGEST", "SMALLEST_NORMAL", "STEP_SYMBOLS", "UNIT_ROUNDOFF",
+    "AttributeSpec", "OpSpec", "PartSpec", "ShapeClass", "TensorSpec", "Tolerance", "evaluate", "holds",
+    "symbols_of",
+]  # fmt: skip
 
 
 def _classes(symbols: str, rows: Mapping[str, Sequence[int]], heavy: Sequence[str] = ()) -> list[ShapeClass]:
@@ -256,6 +102,34 @@ _LOGITS = _classes(
     heavy=["batch_long"],
 )  # fmt: skip
 
+# E experts of inner size I, A of them for each token.
+_ROUTE = _classes(
+    "T E A",
+    {"decode_one": (1, 8, 2), "decode_batch": (8, 60, 4), "prefill": (96, 128, 8), "odd": (5, 7, 3)},
+)
+_EXPERTS = _classes(
+    "T K I E A",
+    {"decode_one": (1, 64, 96, 8, 2), "decode_batch": (8, 128, 64, 16, 4), "prefill": (48, 64, 32, 8, 2),
+     "odd": (5, 63, 37, 5, 3), "wide": (64, 512, 256, 16, 4)},
+    heavy=["wide"],
+)  # fmt: skip
+# Packed by two: K = 2J columns in Q groups, and for the second product I = 2L in U groups.
+_PACKED = _classes(
+    "T J N Q",
+    {"decode_one": (1, 288, 960, 9), "decode_batch": (8, 288, 1536, 9), "prefill": (96, 288, 576, 9),
+     "odd": (5, 33, 37, 3), "deep": (4, 2048, 256, 32), "prefill_long": (512, 1024, 2048, 16)},
+    heavy=["prefill_long"],
+)  # fmt: skip
+_PACKED_EXPERTS = _classes(
+    "T J L E A Q U",
+    {"decode_one": (1, 32, 48, 8, 2, 2, 3), "decode_batch": (8, 64, 32, 16, 4, 4, 2),
+     "prefill": (48, 32, 16, 8, 2, 2, 1), "odd": (5, 33, 21, 5, 3, 3, 7)},
+)  # fmt: skip
+_QKV = _classes(
+    "T K H G D C",
+    {"mha_d64": (1, 256, 4, 4, 64, 128), "gqa3_d64": (40, 576, 9, 3, 64, 256), "odd": (5, 63, 3, 1, 40, 33)},
+)
+
 _LINEAR_TOLERANCE = Tolerance(
     roundings=2, rounded="the larger of |y| and |x W^T|", terms="K", summed="|x| |W|^T + |bias|"
 )
@@ -271,7 +145,64 @@ _PREFILL_TOLERANCE = Tolerance(
 _DECODE_TOLERANCE = Tolerance(
     roundings=3, rounded="sum of p |v|: weights, sum and result", terms="D+M*S", summed=_ATTENTION
 )
+_ROUTE_TOLERANCE = Tolerance(
+    roundings=0,
+    terms="E",
+    summed="the weight * (1 + the row's largest |logit|): an error of a logit moves its weight",
+)
+_QKV_TOLERANCE = Tolerance(
+    roundings=5, rounded="as rotary, over the product", terms="K", summed="as linear, turned as rotary does"
+)
+_W8A8_TOLERANCE = Tolerance(
+    roundings=2,
+    rounded="the larger of |y| and its product",
+    terms="4",
+    summed="|x W^T| + |bias|: sums are exact, steps and scales are not",
+)
+_ROOT = "1.5 times the root of the summed squares of independent roundings"
+_W4A16_TOLERANCE = Tolerance(
+    roundings=2,
+    rounded=f"the larger of |y| and its product, and {_ROOT}: of x w, as weights may be in the dtype",
+    terms="2*J",
+    summed="|x| |W|^T + |bias|",
+)
+_EXPERTS_TOLERANCE = Tolerance(
+    roundings=2,
+    rounded=f"the mean of |y| and of the sum of weight |output|, and {_ROOT}: of the first product and its "
+    "gate (and of weights, where they are packed), through down",
+    terms="K+I",
+    summed="sum over experts of weight |down| (|gate_up| |x|), gates as silu_mul has them",
+)
+_PACKED_EXPERTS_TOLERANCE = Tolerance(
+    roundings=2, rounded=_EXPERTS_TOLERANCE.rounded, terms="2*J+2*L", summed=_EXPERTS_TOLERANCE.summed
+)
 _CACHE = TensorSpec("kv_cache", ("2", "P", "S", "G", "D"), KV)
+
+_CHOICE = (TensorSpec("weights", ("T", "A"), "float32"), TensorSpec("expert_ids", ("T", "A"), "int64"))
+
+
+def _expert_parts(
+    linear: str,
+    first: Mapping[str, str],
+    second: Mapping[str, str],
+    joined: str,
+    hidden: str,
+    inner: str,
+    parameters: Sequence[str],
+) -> tuple[PartSpec, ...]:
+    """gate_up, silu_mul and down of an expert. parameters: of the product; a fused operator calls its first
+    one by the role alone.
+    """
+
+    def named(role: str) -> Mapping[str, str]:
+        return {role if each == "weight" else f"{role}_{each}": each for each in parameters}
+
+    return (
+        PartSpec("gate_up", linear, {**first, "N": joined}, named("gate_up"), stacked=True),
+        PartSpec("silu_mul", "silu_mul", {"I": inner}),
+        PartSpec("down", linear, {**second, "N": hidden}, named("down"), stacked=True),
+    )
+
 
 CATALOGUE: dict[str, OpSpec] = {
     spec.name: spec
@@ -293,6 +224,7 @@ CATALOGUE: dict[str, OpSpec] = {
             ),
             outputs=(TensorSpec("y", ("T", "N"), tolerance=_LINEAR_TOLERANCE),),
             shape_classes=_LINEAR,
+            weights=("weight",),
         ),
         OpSpec(
             name="rms_norm",
@@ -317,6 +249,7 @@ CATALOGUE: dict[str, OpSpec] = {
             ),
             shape_classes=_HIDDEN,
             fused_from=("add", "rms_norm"),
+            parts=(PartSpec("norm", "rms_norm", {"K": "K"}),),
         ),
         OpSpec(
             name="rotary",
@@ -354,6 +287,7 @@ CATALOGUE: dict[str, OpSpec] = {
             outputs=(),
             writes=("kv_cache",),
             shape_classes=_WRITE,
+            structural=("D", "S"),
         ),
         OpSpec(
             name="attention_prefill",
@@ -363,6 +297,7 @@ CATALOGUE: dict[str, OpSpec] = {
             outputs=(TensorSpec("attended", ("T", "H", "D"), tolerance=_PREFILL_TOLERANCE),),
             shape_classes=_PREFILL,
             constraints=("H % G == 0",),
+            structural=("D", "S"),
         ),
         OpSpec(
             name="attention_decode",
@@ -378,6 +313,7 @@ CATALOGUE: dict[str, OpSpec] = {
             outputs=(TensorSpec("attended", ("B", "H", "D"), tolerance=_DECODE_TOLERANCE),),
             shape_classes=_DECODE,
             constraints=("H % G == 0",),
+            structural=("D", "S"),
         ),
         OpSpec(
             name="argmax",
@@ -402,6 +338,140 @@ CATALOGUE: dict[str, OpSpec] = {
             dtypes=("float32",),
             shape_classes=_LOGITS,
             fused_from=("temperature", "top_k", "top_p", "min_p", "draw"),
+        ),
+        OpSpec(
+            name="qkv_rotary",
+            summary="query, key and value of one product, rotary positions applied",
+            inputs=(
+                TensorSpec("x", ("T", "K")),
+                TensorSpec("weight", ("H*D+2*G*D", "K")),
+                TensorSpec("bias", ("H*D+2*G*D",), optional=True),
+                TensorSpec("positions", ("T",), "int64"),
+                TensorSpec("cos_sin", ("C", "D"), "float32"),
+            ),
+            attributes=(AttributeSpec("heads", "int"), AttributeSpec("kv_heads", "int")),
+            outputs=(
+                TensorSpec("query", ("T", "H", "D"), tolerance=_QKV_TOLERANCE),
+                TensorSpec("key", ("T", "G", "D"), tolerance=_QKV_TOLERANCE),
+                TensorSpec("value", ("T", "G", "D"), tolerance=_LINEAR_TOLERANCE),
+            ),
+            shape_classes=_QKV,
+            fused_from=("linear", "rotary"),
+            parts=(
+                PartSpec("qkv", "linear", {"N": "H*D+2*G*D", "K": "K"}, {"weight": "weight"}),
+                PartSpec("rotary", "rotary", {"H": "H", "G": "G", "D": "D", "C": "C"}),
+            ),
+            constraints=("D % 2 == 0",),
+            weights=("weight",),
+        ),
+        OpSpec(
+            name="moe_route",
+            summary="the experts of each token and their weights",
+            inputs=(TensorSpec("router_logits", ("T", "E")),),
+            attributes=(AttributeSpec("top_k", "int"), AttributeSpec("renormalize", "int")),
+            outputs=(
+                TensorSpec("weights", ("T", "A"), "float32", tolerance=_ROUTE_TOLERANCE),
+                TensorSpec("expert_ids", ("T", "A"), "int64"),
+            ),
+            shape_classes=_ROUTE,
+            fused_from=("softmax", "top_k"),
+            constraints=("A <= E",),
+        ),
+        OpSpec(
+            name="moe_experts",
+            summary="weighted sum of each token's gated feed-forward experts",
+            inputs=(
+                TensorSpec("x", ("T", "K")),
+                TensorSpec("gate_up", ("E", "2*I", "K")),
+                TensorSpec("down", ("E", "K", "I")),
+                *_CHOICE,
+            ),
+            outputs=(TensorSpec("y", ("T", "K"), tolerance=_EXPERTS_TOLERANCE),),
+            shape_classes=_EXPERTS,
+            fused_from=("linear", "silu_mul"),
+            parts=_expert_parts("linear", {"K": "K"}, {"K": "I"}, "2*I", "K", "I", ("weight",)),
+            constraints=("A <= E",),
+            weights=("gate_up", "down"),
+            padded=("E",),
+            structural=("E",),
+        ),
+        OpSpec(
+            name="linear_w8a8",
+            summary="x, quantised by row, times int8 weights",
+            inputs=(
+                TensorSpec("x", ("T", "K")),
+                TensorSpec("weight", ("N", "K"), "int8"),
+                TensorSpec("scale", ("N",), "float32"),
+                TensorSpec("bias", ("N",), optional=True),
+            ),
+            outputs=(TensorSpec("y", ("T", "N"), tolerance=_W8A8_TOLERANCE),),
+            shape_classes=_LINEAR,
+            weights=("weight", "scale"),
+        ),
+        OpSpec(
+            name="linear_w4a16",
+            summary="x times 4-bit weights with scales and zero points by group",
+            inputs=(
+                TensorSpec("x", ("T", "2*J")),
+                TensorSpec("weight", ("N", "J"), "uint8"),
+                TensorSpec("scale", ("N", "Q"), "float32"),
+                TensorSpec("zero", ("N", "Q"), "uint8"),
+                TensorSpec("bias", ("N",), optional=True),
+            ),
+            outputs=(TensorSpec("y", ("T", "N"), tolerance=_W4A16_TOLERANCE),),
+            shape_classes=_PACKED,
+            constraints=("2 * J % Q == 0",),
+            weights=("weight", "scale", "zero"),
+        ),
+        OpSpec(
+            name="moe_experts_w8a8",
+            summary="moe_experts over int8 weights",
+            inputs=(
+                TensorSpec("x", ("T", "K")),
+                TensorSpec("gate_up", ("E", "2*I", "K"), "int8"),
+                TensorSpec("gate_up_scale", ("E", "2*I"), "float32"),
+                TensorSpec("down", ("E", "K", "I"), "int8"),
+                TensorSpec("down_scale", ("E", "K"), "float32"),
+                *_CHOICE,
+            ),
+            outputs=(TensorSpec("y", ("T", "K"), tolerance=_EXPERTS_TOLERANCE),),
+            shape_classes=_EXPERTS,
+            fused_from=("linear_w8a8", "silu_mul"),
+            parts=_expert_parts("linear_w8a8", {"K": "K"}, {"K": "I"}, "2*I", "K", "I", ("weight", "scale")),
+            constraints=("A <= E",),
+            weights=("gate_up", "gate_up_scale", "down", "down_scale"),
+            padded=("E",),
+            structural=("E",),
+        ),
+        OpSpec(
+            name="moe_experts_w4a16",
+            summary="moe_experts over 4-bit weights",
+            inputs=(
+                TensorSpec("x", ("T", "2*J")),
+                TensorSpec("gate_up", ("E", "4*L", "J"), "uint8"),
+                TensorSpec("gate_up_scale", ("E", "4*L", "Q"), "float32"),
+                TensorSpec("gate_up_zero", ("E", "4*L", "Q"), "uint8"),
+                TensorSpec("down", ("E", "2*J", "L"), "uint8"),
+                TensorSpec("down_scale", ("E", "2*J", "U"), "float32"),
+                TensorSpec("down_zero", ("E", "2*J", "U"), "uint8"),
+                *_CHOICE,
+            ),
+            outputs=(TensorSpec("y", ("T", "2*J"), tolerance=_PACKED_EXPERTS_TOLERANCE),),
+            shape_classes=_PACKED_EXPERTS,
+            fused_from=("linear_w4a16", "silu_mul"),
+            parts=_expert_parts(
+                "linear_w4a16",
+                {"J": "J", "Q": "Q"},
+                {"J": "L", "Q": "U"},
+                "4*L",
+                "2*J",
+                "2*L",
+                ("weight", "scale", "zero"),
+            ),
+            constraints=("A <= E", "2 * J % Q == 0", "2 * L % U == 0"),
+            weights=("gate_up", "gate_up_scale", "gate_up_zero", "down", "down_scale", "down_zero"),
+            padded=("E",),
+            structural=("E",),
         ),
     )
 }

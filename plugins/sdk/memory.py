@@ -85,7 +85,7 @@ class MemoryManager(ContractClass, contract=True):
     def download(self, tensor: Any) -> HostTensor:
         """The elements of a framework tensor, on the host."""
 
-    def relayout_weight(self, weight: Any, *, operator: str) -> Any:
+    def relayout_weight(self, weight: Any, *, operator: str, parameter: str = "weight") -> Any:
         """A weight in the layout that this chip's `operator` wants, made once at load. Default: as it is.
 
         The result is opaque: only the same plugin's operator takes it.

@@ -116,11 +116,21 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class OperatorDecision:
-    """One line of the execution plan: `choice` is native, fused, padded, decomposed or reference."""
+    """One line of the execution plan: `choice` is native, fused, padded, decomposed or reference.
+
+    where: places of the model, layer numbers as *. calls: how many of them.
+    sizes: by the catalogue's symbols.
+    padded: sizes after padding. parts: decisions of a decomposed operator's parts.
+    """
 
     name: str
     choice: str
     reason: str
+    where: str = ""
+    calls: int = 1
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    padded: Mapping[str, int] = field(default_factory=dict)
+    parts: Sequence[OperatorDecision] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +161,8 @@ class LoadOptions:
     device: int = 0
     strict: bool = False
     cache_dir: str = ""
+    quantization: str = ""
+    """How the framework quantises weights as it loads them: "", w8a8 or w4a16."""
 
 
 class ModelRunner(abc.ABC):

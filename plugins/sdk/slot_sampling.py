@@ -5,7 +5,7 @@ A step whose rows are all plainly greedy costs no Python per row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from plugins.sdk.operators import OperatorTable
+from plugins.sdk.operator_table import OperatorBinder
 from plugins.sdk.reference import sampling
 from plugins.sdk.reference.philox import uniforms
 from plugins.sdk.runner import FloatArray, IntArray, RowFailure, SamplingSettings, SlotAdmission
@@ -31,6 +31,22 @@ class Sampled:
     token_ids: IntArray
     logprobs: FloatArray | None
     failures: Sequence[RowFailure]
+
+
+@dataclass(frozen=True)
+class Samplers:
+    """The chip's operators that choose tokens; signatures as on OperatorSet."""
+
+    argmax: Callable[[Tensor], Tensor]
+    sample: Callable[..., Tensor]
+
+    @classmethod
+    def bind(cls, operators: OperatorBinder, vocab_size: int) -> Samplers:
+        """Those of a model's plan."""
+        return cls(
+            argmax=operators.bind("argmax", "sampling", V=vocab_size).call,
+            sample=operators.bind("sample", "sampling", V=vocab_size).call,
+        )
 
 
 class _History:
@@ -97,7 +113,7 @@ class SlotSampling:
         self._settings.clear()
         self._histories.clear()
 
-    def sample(self, logits: Tensor, slots: IntArray, operators: OperatorTable) -> Sampled:
+    def sample(self, logits: Tensor, slots: IntArray, operators: Samplers) -> Sampled:
         """One token for each row; logits [r, vocab], slots [r]. Keeps it as the slot's last one.
 
         A row with a logit that is not finite fails alone, with reason NON_FINITE_LOGITS.
@@ -117,7 +133,7 @@ class SlotSampling:
         logprobs = self._token_logprobs(logits, slots, chosen)
         return Sampled(slots, token_ids.astype(np.int32), logprobs, failures)
 
-    def _choose(self, logits: Tensor, slots: IntArray, operators: OperatorTable) -> Tensor:
+    def _choose(self, logits: Tensor, slots: IntArray, operators: Samplers) -> Tensor:
         """int64 [r]."""
         shaped: BoolArray = self._shaped[slots]
         if shaped.any():
@@ -153,7 +169,7 @@ class SlotSampling:
             logits = sampling.suppress(logits, settings.suppressed_token_ids)
         return logits
 
-    def _draw(self, logits: Tensor, slots: IntArray, operators: OperatorTable) -> Tensor:
+    def _draw(self, logits: Tensor, slots: IntArray, operators: Samplers) -> Tensor:
         numbers = uniforms(
             self._seed[slots], self._choice[slots], self._output_count[slots].astype(np.uint64)
         )

@@ -1,60 +1,79 @@
-"""Linear layers: weights read, joined where one product serves several, and packed for the chip once."""
+"""Linear layers: weights read, joined where one product serves several, quantised by policy, placed once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from plugins.sdk.operators import OperatorTable
+from plugins.sdk.operator_table import BoundOperator, OperatorBinder
+from worker_svc.layers.quantization import PackedWeight, QuantizationPolicy
 from worker_svc.weights.source import WeightSource
 
 
 class Linear:
     """y = x W^T + b on the chip's operator. `weight_bytes` counts what it holds."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, operators: OperatorTable) -> None:
-        self._operator = operators.linear
-        self._weight: Any = operators.relayout(weight, "linear")
+    def __init__(self, operator: BoundOperator, packed: PackedWeight, bias: Tensor | None) -> None:
+        self._call = operator.call
+        self._weights = [operator.place(name, tensor) for name, tensor in packed.tensors.items()]
         self._bias = bias
-        self.weight_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+        self.weight_bytes = packed.nbytes + (bias.nbytes if bias is not None else 0)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[t, in] -> [t, out]."""
-        return self._operator(x, self._weight, self._bias)
+        made: Tensor = self._call(x, *self._weights, self._bias)
+        return made
 
 
 class LinearLoader:
     """Makes linear layers from a weight source."""
 
     def __init__(
-        self, source: WeightSource, operators: OperatorTable, *, dtype: torch.dtype, device: torch.device
+        self,
+        source: WeightSource,
+        operators: OperatorBinder,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        policy: QuantizationPolicy,
     ) -> None:
         self._source = source
         self._operators = operators
         self._dtype = dtype
         self._device = device
+        self._policy = policy
         self._names = frozenset(source.names())
 
-    def load(self, *names: str) -> Linear:
+    @property
+    def quantizes(self) -> bool:
+        """Whether the policy quantises any layer."""
+        return self._policy.quantizes
+
+    def load(self, where: str, *names: str, plain: bool = False) -> Linear:
         """One layer of the matrices `<name>.weight` stacked in that order, with `<name>.bias` where there
-        are any.
+        are any. plain: never quantised.
         """
-        weight = self._joined([f"{name}.weight" for name in names])
-        bias_names = [f"{name}.bias" for name in names]
-        if not any(name in self._names for name in bias_names):
-            return Linear(weight, None, self._operators)
-        biases = [
-            self.tensor(bias) if bias in self._names else torch.zeros(self._source.shape(f"{name}.weight")[0])
-            for name, bias in zip(names, bias_names, strict=True)
-        ]
-        return Linear(weight, torch.cat([bias.to(weight) for bias in biases]), self._operators)
+        weight, bias = self.joined(*names)
+        packed = self._policy.pack(weight, plain=plain)
+        return Linear(self._operators.bind(packed.operator, where, **packed.sizes), packed, bias)
+
+    def joined(self, *names: str) -> tuple[Tensor, Tensor | None]:
+        """(weights [sum of outs, in], biases [sum of outs]) of layers that share their input."""
+        weight = self._stacked([f"{name}.weight" for name in names])
+        if not any(f"{name}.bias" in self._names for name in names):
+            return weight, None
+        return weight, torch.cat([self._bias(name).to(weight) for name in names])
 
     def tensor(self, name: str) -> Tensor:
         """One tensor as it is, in the model's dtype on the device."""
         return self._source.read(name, self._dtype).to(self._device)
 
-    def _joined(self, names: Sequence[str]) -> Tensor:
+    def _bias(self, name: str) -> Tensor:
+        if f"{name}.bias" in self._names:
+            return self.tensor(f"{name}.bias")
+        return torch.zeros(self._source.shape(f"{name}.weight")[0], device=self._device)
+
+    def _stacked(self, names: Sequence[str]) -> Tensor:
         return torch.cat([self.tensor(name) for name in names]) if len(names) > 1 else self.tensor(names[0])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from plugins.sdk.operators import OperatorTable
+from plugins.sdk.operator_table import OperatorBinder
+from worker_svc.layers.quantization import QuantizationPolicy
 from worker_svc.layers.step_tensors import StepTensors
 from worker_svc.weights.source import WeightSource
 
@@ -63,10 +64,11 @@ class ModelContext:
 
     config: Mapping[str, Any]
     source: WeightSource
-    operators: OperatorTable
+    operators: OperatorBinder
     dtype: torch.dtype
     device: torch.device
     progress: Callable[[float], None]
+    policy: QuantizationPolicy = field(default_factory=QuantizationPolicy)
 
 
 ModelFactory = Callable[[ModelContext], Model]

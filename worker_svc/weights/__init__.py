@@ -5,6 +5,7 @@ from __future__ import annotations
 from worker_svc.weights.dummy import DummyWeights
 from worker_svc.weights.gguf_blocks import dequantize
 from worker_svc.weights.reader import WeightReader
+from worker_svc.weights.shapes_only import ShapesOnly
 from worker_svc.weights.source import WeightSource
 
-__all__ = ["DummyWeights", "WeightReader", "WeightSource", "dequantize"]
+__all__ = ["DummyWeights", "ShapesOnly", "WeightReader", "WeightSource", "dequantize"]

@@ -18,6 +18,7 @@ from plugins.cpu.memory import CpuMemory
 from plugins.cpu.options import CpuOptions
 from plugins.cpu.plugin import CpuBackend
 from plugins.sdk.backend import Backend
+from plugins.sdk.capabilities import CapabilityReport
 from plugins.sdk.operators import OperatorSet
 from plugins.sdk.runner import LoadOptions, PrefillRow, StepBatch
 from tests.unit.models.step_driver import GREEDY, StepDriver, sampled
@@ -38,6 +39,9 @@ class ReferenceBackend(CpuBackend):
     @property
     def operators(self) -> OperatorSet | None:
         return self._bare
+
+    def capabilities(self) -> CapabilityReport:
+        return replace(super().capabilities(), operators=self._bare.capabilities())
 
 
 def silent(stage: str, share: float) -> None:
@@ -140,7 +144,9 @@ def test_the_description_says_what_was_loaded(tiny: Path) -> None:
     )
     values = sum(int(np.prod(shape)) for shape in tensor_shapes(_completed()).values())
     assert model.weight_bytes == values * 4
-    assert {item.choice for item in model.operators} == {"native"}
+    choices = {item.name: item.choice for item in model.operators}
+    assert choices.pop("qkv_rotary") == "decomposed"
+    assert set(choices.values()) == {"native", "fused"}
     shares = [share for stage, share in stages if stage == "weights"]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
@@ -184,13 +190,13 @@ def test_strict_refuses_a_chip_that_does_not_cover_the_operators(tiny: Path) -> 
     load(tiny, strict=True)
 
 
-def test_damaged_weights_are_caught_by_the_first_forward_and_the_layer_is_named(tmp_path: Path) -> None:
+def test_damaged_weights_are_caught_by_the_first_forward_and_the_operator_is_named(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "damaged")
     weights = DummyWeights(_completed())
     tensors = {name: weights.read(name) for name in weights.names()}
     tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = float("nan")
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(FailedPrecondition, match=r"first in layers\.1") as caught:
+    with pytest.raises(FailedPrecondition, match=r"first in linear of model\.layers\.1\.mlp\.down") as caught:
         load(folder)
     assert caught.value.reason == "NON_FINITE_LOGITS"
 

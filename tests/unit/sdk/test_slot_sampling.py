@@ -10,11 +10,13 @@ import torch
 
 from plugins.cpu.operators import CpuOperators
 from plugins.sdk.host import HostMemory
+from plugins.sdk.planning import CallSite
 from plugins.sdk.runner import SamplingSettings, SlotAdmission
-from plugins.sdk.slot_sampling import SlotSampling
+from plugins.sdk.slot_sampling import Samplers, SlotSampling
 
 VOCAB = 20
-TABLE = CpuOperators(HostMemory()).choose("float32", strict=True)
+SITES = [CallSite(name, "sampling", {"V": VOCAB}) for name in ("argmax", "sample")]
+SAMPLERS = Samplers.bind(CpuOperators(HostMemory()).choose(SITES, dtype="float32", strict=True), VOCAB)
 GREEDY = SamplingSettings(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, {}, False, (), 0)
 RANDOM = replace(GREEDY, temperature=1.0, seed=11)
 
@@ -32,7 +34,7 @@ def admit(
 
 
 def take(slots: SlotSampling, logits: torch.Tensor, which: list[int]) -> list[int]:
-    token_ids: list[int] = slots.sample(logits, np.array(which, dtype=np.int32), TABLE).token_ids.tolist()
+    token_ids: list[int] = slots.sample(logits, np.array(which, dtype=np.int32), SAMPLERS).token_ids.tolist()
     return token_ids
 
 
@@ -83,7 +85,7 @@ def test_a_slot_reused_carries_nothing_over() -> None:
     slots.release(0)
     admit(slots, 0, GREEDY)
     logits = logits_of(4, 1)
-    outcome = slots.sample(logits, np.array([0], dtype=np.int32), TABLE)
+    outcome = slots.sample(logits, np.array([0], dtype=np.int32), SAMPLERS)
     assert outcome.token_ids.tolist() == [int(logits.argmax())]
     assert outcome.logprobs is None
 
@@ -124,7 +126,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
     for slot in range(3):
         admit(slots, slot, RANDOM if slot == 2 else GREEDY)
     logits[1, 4] = bad
-    outcome = slots.sample(logits, np.array([0, 1, 2], dtype=np.int32), TABLE)
+    outcome = slots.sample(logits, np.array([0, 1, 2], dtype=np.int32), SAMPLERS)
     assert outcome.slots.tolist() == [0, 2]
     assert outcome.token_ids.tolist() == [expected[0], expected[2]]
     assert [(failure.slot, failure.reason) for failure in outcome.failures] == [(1, "NON_FINITE_LOGITS")]
@@ -133,7 +135,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
 def test_when_every_row_fails_nothing_is_sampled() -> None:
     slots = new_slots()
     admit(slots, 0, GREEDY)
-    outcome = slots.sample(torch.full((1, VOCAB), float("nan")), np.array([0], dtype=np.int32), TABLE)
+    outcome = slots.sample(torch.full((1, VOCAB), float("nan")), np.array([0], dtype=np.int32), SAMPLERS)
     assert outcome.slots.tolist() == outcome.token_ids.tolist() == []
     assert len(outcome.failures) == 1
 
@@ -143,7 +145,7 @@ def test_logprobs_ignore_penalties_bias_and_temperature() -> None:
     admit(slots, 0, replace(RANDOM, temperature=0.3, logit_bias={4: 100.0}, logprobs=True))
     admit(slots, 1, GREEDY)
     logits = logits_of(9, 2)
-    outcome = slots.sample(logits, np.array([0, 1], dtype=np.int32), TABLE)
+    outcome = slots.sample(logits, np.array([0, 1], dtype=np.int32), SAMPLERS)
     assert outcome.logprobs is not None
     assert outcome.logprobs[0] == pytest.approx(float(logits[0].log_softmax(-1)[4]), abs=1e-5)
     assert outcome.logprobs[1] == 0.0

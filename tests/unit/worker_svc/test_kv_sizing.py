@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshkit.errors import InvalidArgument, MeshError, ResourceExhausted
-from worker_svc.kv_sizing import DeviceMemory, KvRequest, KvSize, choose_page_size, size_kv_cache
+from meshkit.errors import MeshError, ResourceExhausted
+from worker_svc.kv_sizing import DeviceMemory, KvRequest, KvSize, size_kv_cache
 
 GIB = 1 << 30
 HOST = DeviceMemory(total_bytes=24 * GIB, free_bytes=20 * GIB, shared_with_host=True)
@@ -69,13 +69,3 @@ def test_what_does_not_fit_is_refused_with_its_numbers(
 def test_a_model_without_cells_is_refused() -> None:
     with pytest.raises(MeshError):
         size(KvRequest(), HOST, token=0)
-
-
-def test_the_page_size_is_the_configured_then_the_preferred_one() -> None:
-    assert choose_page_size(None, ()) == 16
-    assert choose_page_size(None, (64, 128)) == 64
-    assert choose_page_size(128, (64, 128)) == 128
-    assert choose_page_size(5, ()) == 5
-    with pytest.raises(InvalidArgument, match="64, 128") as refused:
-        choose_page_size(16, (64, 128))
-    assert refused.value.field == "page_size"

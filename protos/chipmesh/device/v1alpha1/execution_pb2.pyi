@@ -33,6 +33,7 @@ class LoadModelRequest(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     CACHE_DIR_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     model_path: _builtins.str
     """Folder or file of the model, as the executor's host sees it."""
     load_format: _builtins.str
@@ -47,6 +48,8 @@ class LoadModelRequest(_message.Message):
     """Refuse instead of falling back to a reference operator."""
     cache_dir: _builtins.str
     """Folder for converted model descriptions; empty: the user's cache folder."""
+    quantization: _builtins.str
+    """How weights are quantised as they are loaded: empty (not), w8a8 or w4a16."""
     def __init__(
         self,
         *,
@@ -57,10 +60,11 @@ class LoadModelRequest(_message.Message):
         device: _builtins.int = ...,
         strict: _builtins.bool = ...,
         cache_dir: _builtins.str = ...,
+        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_dir", b"cache_dir", "device", b"device", "dtype", b"dtype", "kv_cache_dtype", b"kv_cache_dtype", "load_format", b"load_format", "model_path", b"model_path", "strict", b"strict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_dir", b"cache_dir", "device", b"device", "dtype", b"dtype", "kv_cache_dtype", b"kv_cache_dtype", "load_format", b"load_format", "model_path", b"model_path", "quantization", b"quantization", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -196,25 +200,91 @@ class OperatorDecision(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SizesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class PaddedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    PADDED_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name in the catalogue."""
     choice: _builtins.str
     """native, fused, padded, decomposed or reference."""
     reason: _builtins.str
     """Why."""
+    where: _builtins.str
+    """Places of the model, for example "model.layers.*.mlp.down_proj"."""
+    calls: _builtins.int
+    """Number of those places."""
+    @_builtins.property
+    def sizes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Sizes by the catalogue's symbols."""
+
+    @_builtins.property
+    def padded(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Sizes after padding, of symbols that were padded."""
+
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorDecision]:
+        """Decisions of the parts of a decomposed operator."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         choice: _builtins.str = ...,
         reason: _builtins.str = ...,
+        where: _builtins.str = ...,
+        calls: _builtins.int = ...,
+        sizes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        padded: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        parts: _abc.Iterable[Global___OperatorDecision] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "name", b"name", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "choice", b"choice", "name", b"name", "padded", b"padded", "parts", b"parts", "reason", b"reason", "sizes", b"sizes", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -123,10 +123,10 @@ class CopyRequest(_message.Message):
     destination_buffer_id: _builtins.str
     """A buffer of this executor."""
     destination_value: _builtins.bool
-    """True: return the value in the response, at most 1 MiB."""
+    """True: return the value in the response, at most 48 MiB."""
     @_builtins.property
     def source_value(self) -> _tensor_pb2.TensorValue:
-        """A value, at most 1 MiB."""
+        """A value, at most 48 MiB."""
 
     def __init__(
         self,

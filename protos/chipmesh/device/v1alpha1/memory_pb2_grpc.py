@@ -78,7 +78,7 @@ class MemoryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Copy(self, request, context):
-        """Copy copies between two buffers, or between a buffer and a small value. INVALID_ARGUMENT where the forms differ.
+        """Copy copies between two buffers, or between a buffer and a value. INVALID_ARGUMENT where the forms differ.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,7 +40,7 @@ class MemoryServiceStub:
     Free: _grpc.UnaryUnaryMultiCallable[_memory_pb2.FreeRequest, _memory_pb2.FreeResponse]
     """Free gives a buffer back. Idempotent: an unknown buffer is OK."""
     Copy: _grpc.UnaryUnaryMultiCallable[_memory_pb2.CopyRequest, _memory_pb2.CopyResponse]
-    """Copy copies between two buffers, or between a buffer and a small value. INVALID_ARGUMENT where the forms differ."""
+    """Copy copies between two buffers, or between a buffer and a value. INVALID_ARGUMENT where the forms differ."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_memory_pb2.GetStatsRequest, _memory_pb2.GetStatsResponse]
     """GetStats tells the memory's use. Idempotent."""
 
@@ -56,7 +56,7 @@ class MemoryServiceAsyncStub(MemoryServiceStub):
     Free: _aio.UnaryUnaryMultiCallable[_memory_pb2.FreeRequest, _memory_pb2.FreeResponse]  # type: ignore[assignment]
     """Free gives a buffer back. Idempotent: an unknown buffer is OK."""
     Copy: _aio.UnaryUnaryMultiCallable[_memory_pb2.CopyRequest, _memory_pb2.CopyResponse]  # type: ignore[assignment]
-    """Copy copies between two buffers, or between a buffer and a small value. INVALID_ARGUMENT where the forms differ."""
+    """Copy copies between two buffers, or between a buffer and a value. INVALID_ARGUMENT where the forms differ."""
     GetStats: _aio.UnaryUnaryMultiCallable[_memory_pb2.GetStatsRequest, _memory_pb2.GetStatsResponse]  # type: ignore[assignment]
     """GetStats tells the memory's use. Idempotent."""
 
@@ -87,7 +87,7 @@ class MemoryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _memory_pb2.CopyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_memory_pb2.CopyResponse, _abc.Awaitable[_memory_pb2.CopyResponse]]:
-        """Copy copies between two buffers, or between a buffer and a small value. INVALID_ARGUMENT where the forms differ."""
+        """Copy copies between two buffers, or between a buffer and a value. INVALID_ARGUMENT where the forms differ."""
 
     @_abc_1.abstractmethod
     def GetStats(

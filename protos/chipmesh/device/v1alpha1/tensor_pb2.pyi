@@ -48,7 +48,9 @@ Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
 
 @_typing.final
 class TensorValue(_message.Message):
-    """TensorValue is a small tensor by value. The control plane carries no bulk data: at most 1 MiB."""
+    """TensorValue is a tensor by value, for conformance and tools: serving sends none. All values of one message together have at most
+    48 MiB, of the 64 MiB that a message has; INVALID_ARGUMENT with reason VALUE_TOO_LARGE beyond it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

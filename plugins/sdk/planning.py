@@ -1,0 +1,365 @@
+"""The execution plan: what a model runs by on a chip, decided once from the capability report. No torch.
+
+Pure: report, call sites and wishes in; decisions with their reasons, or one refusal, out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from meshkit.errors import FailedPrecondition, InvalidArgument
+from plugins.sdk.capabilities import CapabilityReport, Coverage, OperatorCapability
+from plugins.sdk.catalogue import CATALOGUE, OpSpec, evaluate, holds, symbols_of
+from plugins.sdk.runner import OperatorDecision
+
+DEFAULT_PAGE_SIZE = 16
+DEFAULT_MAX_RUNNING = 64
+_KV_OPERATORS = ("write_kv", "attention_prefill", "attention_decode")
+_KV_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""Short names that users of `--kv-cache-dtype` know."""
+RUNS_ON_CHIP = ("native", "fused", "padded")
+"""Choices by an implementation of the plugin's own."""
+FALLBACKS = ("padded", "decomposed", "reference")
+"""Choices that are not the operator as the catalogue has it: in the log and in a metric."""
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """A place of a model that calls an operator. sizes: its fixed symbols, in numbers."""
+
+    operator: str
+    where: str
+    sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One decision and why."""
+
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What was asked for; "auto" and None: whatever suits the chip. Sizes in tokens and requests."""
+
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    page_size: int | None = None
+    chunk_tokens: int | None = None
+    max_running_requests: int | None = None
+    quantization: str = ""
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """How a model runs on a chip."""
+
+    chip: str
+    emulated: bool
+    dtype: Choice
+    accumulation_dtype: Choice
+    kv_cache_dtype: Choice
+    kv_layout: Choice
+    page_size: Choice
+    chunk_tokens: Choice
+    max_running_requests: Choice
+    quantization: Choice
+    graph_capture: Choice
+    operators: Sequence[OperatorDecision] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """For `chipmesh plan --json`."""
+        settings = {name: asdict(value) for name, value in vars(self).items() if isinstance(value, Choice)}
+        operators = [decision_to_json(each) for each in self.operators]
+        return {"chip": self.chip, "emulated": self.emulated, **settings, "operators": operators}
+
+
+def decision_to_json(decision: OperatorDecision) -> dict[str, Any]:
+    """One line of the plan; its parts as lines of their own within."""
+    line = {
+        "operator": decision.name,
+        "where": decision.where,
+        "calls": decision.calls,
+        "sizes": dict(decision.sizes),
+        "choice": decision.choice,
+        "reason": decision.reason,
+    }
+    if decision.padded:
+        line["padded"] = dict(decision.padded)
+    if decision.parts:
+        line["parts"] = [decision_to_json(part) for part in decision.parts]
+    return line
+
+
+def plan_execution(
+    report: CapabilityReport, sites: Sequence[CallSite], request: PlanRequest
+) -> ExecutionPlan:
+    """Decide everything that the report decides.
+
+    Raises:
+        InvalidArgument: a dtype or page size that the chip does not offer; the field is named.
+        FailedPrecondition: (model_path) a constraint that cannot be met; (strict) an operator would run on
+            the reference; (kv_cache_dtype) nothing converts to it.
+    """
+    dtype = choose_dtype(request.dtype, report)
+    page_size = choose_page_size(request.page_size, report.page_sizes_tokens)
+    return ExecutionPlan(
+        chip=report.chip,
+        emulated=report.emulated,
+        dtype=dtype,
+        accumulation_dtype=Choice(report.accumulation_dtype, "as the chip reports"),
+        kv_cache_dtype=choose_kv_dtype(request.kv_cache_dtype, dtype.value, report),
+        kv_layout=Choice(report.kv_layout, "the order that the chip's attention reads"),
+        page_size=page_size,
+        chunk_tokens=choose_chunk(request.chunk_tokens, report.preferred_chunk_tokens),
+        max_running_requests=choose_window(request.max_running_requests, report.preferred_batch_size),
+        quantization=_quantization(request.quantization, report),
+        graph_capture=_graph_capture(report),
+        operators=plan_operators(
+            report.operators, sites, dtype=dtype.value, page_size=page_size.value, strict=request.strict
+        ),
+    )
+
+
+def plan_operators(
+    capabilities: Sequence[OperatorCapability],
+    sites: Sequence[CallSite],
+    *,
+    dtype: str,
+    page_size: int | None = None,
+    strict: bool = False,
+) -> list[OperatorDecision]:
+    """One decision for each operator and set of sizes, in the order of the sites. page_size None: not known
+    yet, so what a chip says of it is not looked at.
+
+    Raises:
+        FailedPrecondition: as `plan_execution`.
+    """
+    covered = {each.name: each for each in capabilities}
+    groups: dict[tuple[str, frozenset[tuple[str, int]]], list[CallSite]] = {}
+    for site in sites:
+        groups.setdefault((site.operator, frozenset(site.sizes.items())), []).append(site)
+    decisions = [_decide(group, covered, dtype, page_size) for group in groups.values()]
+    if strict:
+        _refuse_references(decisions)
+    return decisions
+
+
+def part_sites(spec: OpSpec, sizes: Mapping[str, int], where: str) -> list[CallSite]:
+    """Where the parts of a fused operator are called, in the order of `spec.parts`."""
+    return [
+        CallSite(part.operator, where, {symbol: evaluate(text, sizes) for symbol, text in part.sizes.items()})
+        for part in spec.parts
+    ]
+
+
+def choose_dtype(requested: str, report: CapabilityReport) -> Choice:
+    """The compute dtype. Raises InvalidArgument (dtype)."""
+    if requested in ("", "auto"):
+        return Choice(report.compute_dtypes[0], "the chip's first choice")
+    if requested not in report.compute_dtypes:
+        raise InvalidArgument(
+            f"dtype is {requested!r}; this chip supports auto, {', '.join(report.compute_dtypes)}",
+            field="dtype",
+            reason="DTYPE_UNSUPPORTED",
+        )
+    return Choice(requested, "as asked")
+
+
+def choose_kv_dtype(requested: str, dtype: str, report: CapabilityReport) -> Choice:
+    """The dtype of the KV cache.
+
+    Raises:
+        InvalidArgument: (kv_cache_dtype) the report has none of that name.
+        FailedPrecondition: (kv_cache_dtype) the report has it, and no operator that converts to it.
+    """
+    if requested in ("", "auto"):
+        if dtype in report.kv_cache_dtypes:
+            return Choice(dtype, "the compute dtype")
+        chosen = Choice(
+            report.kv_cache_dtypes[0], "the chip's first choice: it keeps no cache in the compute dtype"
+        )
+    else:
+        chosen = Choice(_KV_NAMES.get(requested, requested), "as asked")
+    if chosen.value not in report.kv_cache_dtypes:
+        raise InvalidArgument(
+            f"kv_cache_dtype is {requested!r}; this chip has no operator that converts to it. It supports "
+            f"auto, {', '.join(report.kv_cache_dtypes)}",
+            field="kv_cache_dtype",
+            reason="DTYPE_UNSUPPORTED",
+        )
+    if chosen.value not in report.compute_dtypes:
+        _require_conversion(chosen.value, report)
+    return chosen
+
+
+def choose_page_size(requested: int | None, allowed: Sequence[int]) -> Choice:
+    """Tokens of a page: as asked, else the report's preferred size, else 16.
+
+    Raises:
+        InvalidArgument: (page_size) the report excludes the size asked for.
+    """
+    if requested is None:
+        if allowed:
+            return Choice(allowed[0], "the chip's first choice")
+        return Choice(DEFAULT_PAGE_SIZE, "the default; the chip takes any size")
+    if allowed and requested not in allowed:
+        sizes = ", ".join(str(size) for size in allowed)
+        raise InvalidArgument(
+            f"page_size is {requested}; this chip's attention takes {sizes}. Leave page_size out "
+            f"to get {allowed[0]}",
+            field="page_size",
+        )
+    return Choice(requested, "as asked")
+
+
+def choose_chunk(requested: int | None, preferred: int) -> Choice:
+    """Tokens of a prefill chunk, as a ceiling; None: the scheduler's own."""
+    if requested is not None:
+        return Choice(requested, "as asked")
+    if preferred:
+        return Choice(preferred, "the chip's preference")
+    return Choice(None, "the scheduler's setting; the chip has no preference")
+
+
+def choose_window(requested: int | None, preferred: int) -> Choice:
+    """Most running requests, before the KV cache's size limits it."""
+    if requested is not None:
+        return Choice(requested, "as asked")
+    if preferred:
+        return Choice(preferred, "the chip's preference")
+    return Choice(DEFAULT_MAX_RUNNING, "the default; the chip has no preference")
+
+
+def _quantization(asked: str, report: CapabilityReport) -> Choice:
+    if not asked:
+        return Choice("", "not asked for")
+    if asked in report.quantization_formats:
+        return Choice(asked, "as asked; the chip has operators for it")
+    return Choice(asked, "as asked; the chip reports no operators for it, so the reference runs")
+
+
+def _graph_capture(report: CapabilityReport) -> Choice:
+    if not report.graph_capture:
+        return Choice(False, "the chip reports that its decode steps cannot be captured")
+    return Choice(False, "the chip can; the framework's runner launches each operator by itself")
+
+
+def _require_conversion(kv_dtype: str, report: CapabilityReport) -> None:
+    covered = {each.name: each for each in report.operators}
+    missing = [
+        name for name in _KV_OPERATORS if name not in covered or covered[name].coverage is Coverage.REFERENCE
+    ]
+    if missing:
+        raise FailedPrecondition(
+            f"kv_cache_dtype {kv_dtype} needs operators of the chip's own that convert; this one has none "
+            f"for {', '.join(missing)}; choose one of {', '.join(report.compute_dtypes)}",
+            field="kv_cache_dtype",
+            reason="KV_CONVERSION_MISSING",
+        )
+
+
+@dataclass(frozen=True)
+class _Obstacle:
+    """Why an operator does not run natively. constraint: the one that does not hold, "" for other reasons."""
+
+    reason: str
+    constraint: str = ""
+
+
+def _decide(
+    group: Sequence[CallSite], covered: Mapping[str, OperatorCapability], dtype: str, page_size: int | None
+) -> OperatorDecision:
+    site = group[0]
+    spec = CATALOGUE[site.operator]
+    entry = covered.get(site.operator)
+    sizes = (
+        dict(site.sizes)
+        if page_size is None or "S" not in spec.fixed_symbols
+        else {**site.sizes, "S": page_size}
+    )
+
+    def decided(choice: str, reason: str, **more: Any) -> OperatorDecision:
+        return OperatorDecision(
+            site.operator, choice, reason, where=_summarise(group), calls=len(group), sizes=sizes, **more
+        )
+
+    obstacle = _find_obstacle(spec, entry, dtype, sizes)
+    if obstacle is None:
+        return decided("fused" if spec.fused_from else "native", "covered by the plugin")
+    if entry is not None and obstacle.constraint:
+        if padded := _find_padding(spec, entry, dtype, sizes):
+            return decided("padded", f"{obstacle.reason}; padded to {_in_words(padded)}", padded=padded)
+        if symbols_of(obstacle.constraint) & set(spec.structural):
+            raise FailedPrecondition(
+                f"the model's {site.operator} ({_in_words(sizes)}) does not run on this chip: "
+                f"{obstacle.reason}. Choose another model or another chip",
+                field="model_path",
+                reason="CONSTRAINT_UNMET",
+                operator=site.operator,
+                constraint=obstacle.constraint,
+            )
+    parts = [_decide([part], covered, dtype, page_size) for part in part_sites(spec, sizes, site.where)]
+    if any(part.choice != "reference" for part in parts):
+        names = ", ".join(f"{part.name} {part.choice}" for part in parts)
+        return decided("decomposed", f"{obstacle.reason}; by its parts: {names}", parts=parts)
+    return decided("reference", obstacle.reason)
+
+
+def _find_obstacle(
+    spec: OpSpec, entry: OperatorCapability | None, dtype: str, sizes: Mapping[str, int]
+) -> _Obstacle | None:
+    if entry is None:
+        return _Obstacle("the plugin does not cover it")
+    if entry.coverage is Coverage.REFERENCE:
+        return _Obstacle(entry.reason or "the plugin does not cover it")
+    if entry.coverage is Coverage.FUSED:
+        return _Obstacle(entry.reason or "the plugin covers it within a fused operator only")
+    if entry.dtypes and spec.follows_compute_dtype and dtype not in entry.dtypes:
+        return _Obstacle(f"the plugin covers {', '.join(entry.dtypes)}, not {dtype}")
+    for constraint in entry.constraints:
+        named = symbols_of(constraint)
+        if named <= sizes.keys() and not holds(constraint, sizes):
+            seen = _in_words({symbol: sizes[symbol] for symbol in sorted(named)})
+            return _Obstacle(f"it takes {constraint} only, and here {seen}", constraint)
+    return None
+
+
+def _find_padding(
+    spec: OpSpec, entry: OperatorCapability, dtype: str, sizes: Mapping[str, int]
+) -> dict[str, int] | None:
+    """The least growth of one symbol, to twice at most, under which the operator is native."""
+    for symbol in spec.padded:
+        for size in range(sizes[symbol] + 1, 2 * sizes[symbol] + 1):
+            if _find_obstacle(spec, entry, dtype, {**sizes, symbol: size}) is None:
+                return {symbol: size}
+    return None
+
+
+def _refuse_references(decisions: Sequence[OperatorDecision]) -> None:
+    lines = [line for each in decisions for line in (each.parts or [each])]
+    refused = dict.fromkeys(
+        f"{line.name} ({line.reason})" for line in lines if line.choice not in RUNS_ON_CHIP
+    )
+    if refused:
+        raise FailedPrecondition(
+            f"strict is set and operators would run on the reference: {', '.join(refused)}; "
+            "unset strict or choose another dtype",
+            field="strict",
+            reason="OPERATOR_NOT_NATIVE",
+        )
+
+
+def _summarise(group: Sequence[CallSite]) -> str:
+    """Places of equal sizes with their layer numbers left out."""
+    return ", ".join(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", site.where) for site in group))
+
+
+def _in_words(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{symbol} is {size}" for symbol, size in sizes.items())

@@ -1,0 +1,80 @@
+"""The first forward pass after a load: a model that makes NaN or infinity never serves, and says where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshkit.errors import FailedPrecondition
+from plugins.sdk.runner import PrefillRow, StepBatch
+from worker_svc.layers.step_tensors import build_step
+from worker_svc.models.architecture import Model, Observer
+from worker_svc.observed_operators import OperatorCall
+
+_TOKENS = 8
+
+BuildObserved = Callable[[Callable[[OperatorCall], None]], Model]
+"""Builds the model once more, its operator calls shown to an observer."""
+
+
+def is_finite(
+    model: Model, layers: Sequence[Tensor], *, vocab_size: int, dtype: torch.dtype, page_size: int
+) -> bool:
+    """Whether some tokens from all over the vocabulary give finite logits. layers: caches of one page at
+    least.
+    """
+    logits = run_probe(model, layers, vocab_size=vocab_size, dtype=dtype, page_size=page_size)
+    return bool(torch.isfinite(logits).all())
+
+
+def run_probe(
+    model: Model,
+    layers: Sequence[Tensor],
+    *,
+    vocab_size: int,
+    dtype: torch.dtype,
+    page_size: int,
+    observe: Observer | None = None,
+) -> Tensor:
+    """Logits of a prompt that fits one page; `observe` sees each stage."""
+    count = min(_TOKENS, vocab_size, page_size)
+    row = PrefillRow(
+        slot=0,
+        start=0,
+        token_ids=np.linspace(0, vocab_size - 1, count).astype(np.int32),
+        page_ids=np.zeros(1, dtype=np.int32),
+        samples=True,
+    )
+    step = build_step(
+        StepBatch(decode=None, prefill=[row]),
+        np.empty(0, dtype=np.int64),
+        page_size=page_size,
+        dtype=dtype,
+        device=layers[0].device,
+    )
+    return model.logits(model.forward(step, layers, observe))
+
+
+def describe_failure(
+    build: BuildObserved, layers: Sequence[Tensor], *, vocab_size: int, dtype: torch.dtype, page_size: int
+) -> FailedPrecondition:
+    """The refusal, with the first operator whose result is not finite, and its place in the model."""
+    found: list[OperatorCall] = []
+
+    def watch(call: OperatorCall) -> None:
+        if not found and not all(bool(torch.isfinite(each).all()) for each in call.outputs):
+            found.append(call)
+
+    run_probe(build(watch), layers, vocab_size=vocab_size, dtype=dtype, page_size=page_size)
+    where = f"{found[0].name} of {found[0].where}" if found else "no operator when run again"
+    return FailedPrecondition(
+        f"the first forward pass gave values that are not finite, first in {where}; the weights are "
+        f"damaged or {str(dtype).removeprefix('torch.')} is too narrow for this model",
+        field="model_path",
+        reason="NON_FINITE_LOGITS",
+        operator=found[0].name if found else "",
+        where=found[0].where if found else "",
+    )

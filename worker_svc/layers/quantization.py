@@ -1,0 +1,98 @@
+"""Which weights are quantised and how: the framework's policy. The products over them are the plugin's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshkit.errors import InvalidArgument
+from plugins.sdk.reference.quantized import quantize_rows
+
+FORMATS = ("", "w8a8", "w4a16")
+_GROUP_SIZES = (128, 64, 32)
+"""Columns that share a scale in w4a16: the largest of these that divides a layer's input."""
+_LEVELS_4BIT = 15
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight in the form of an operator: its name, its sizes by the catalogue's symbols, and its weight
+    parameters in order.
+    """
+
+    operator: str
+    sizes: Mapping[str, int]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class QuantizationPolicy:
+    """Round to nearest, as the weights are loaded.
+
+    w8a8: int8 with one scale for each output; activations are quantised by row in each product.
+    w4a16: 4 bits with a scale and a zero point for each group of 128, 64 or 32 columns.
+    Embeddings, the head and routers stay as they are: they are what quality hangs on.
+    """
+
+    format: str = ""
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise InvalidArgument(
+                f"quantization is {self.format!r}; supported: {', '.join(FORMATS[1:])}, or leave it out",
+                field="quantization",
+            )
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether any layer is quantised."""
+        return bool(self.format)
+
+    def pack(self, weight: Tensor, *, plain: bool = False) -> PackedWeight:
+        """weight [out, in] in the form of its layer's operator. A w4a16 layer whose input no group size
+        divides stays plain, as the plan shows by its operator.
+        """
+        if plain or not self.quantizes:
+            return _plain(weight)
+        if self.format == "w8a8":
+            return _w8a8(weight)
+        group = next((size for size in _GROUP_SIZES if weight.shape[1] % size == 0), 0)
+        return _w4a16(weight, group) if group else _plain(weight)
+
+
+def _plain(weight: Tensor) -> PackedWeight:
+    return PackedWeight("linear", {"N": weight.shape[0], "K": weight.shape[1]}, {"weight": weight})
+
+
+def _w8a8(weight: Tensor) -> PackedWeight:
+    values, scale = quantize_rows(weight)
+    return PackedWeight(
+        "linear_w8a8",
+        {"N": weight.shape[0], "K": weight.shape[1]},
+        {"weight": values, "scale": scale},
+    )
+
+
+def _w4a16(weight: Tensor, group: int) -> PackedWeight:
+    """The range of each group, zero included, over 16 levels."""
+    rows, columns = weight.shape
+    grouped = weight.float().view(rows, columns // group, group)
+    low, high = grouped.amin(dim=-1).clamp(max=0.0), grouped.amax(dim=-1).clamp(min=0.0)
+    scale = (high - low) / _LEVELS_4BIT
+    scale = torch.where(scale > 0, scale, 1.0)
+    zero = (-low / scale).round()
+    levels = (grouped / scale.unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(0, _LEVELS_4BIT)
+    pairs = levels.to(torch.uint8).view(rows, columns // 2, 2)
+    return PackedWeight(
+        "linear_w4a16",
+        {"N": rows, "J": columns // 2, "Q": columns // group},
+        {"weight": pairs[..., 0] | pairs[..., 1] << 4, "scale": scale, "zero": zero.to(torch.uint8)},
+    )
