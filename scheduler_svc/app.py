@@ -31,6 +31,7 @@ from scheduler_svc.servicers.admin import AdminServicer
 from scheduler_svc.servicers.registry import RegistryServicer
 from scheduler_svc.servicers.sessions import SessionServicer
 from scheduler_svc.step_time import StepDeadline
+from scheduler_svc.traffic_file import TrafficFile
 from scheduler_svc.worker_pool import WorkerPool, WorkerState
 
 log = get_logger(__name__)
@@ -72,6 +73,7 @@ class SchedulerService:
         metrics.registry.register(MeshCollector(self.engine, scheduler_metrics))
         self.pool = WorkerPool(self.engine, config=config, groups=groups, links=self._link_settings(config))
         self.lag = LoopLag()
+        self.traffic_file = self._make_traffic_file(config, scheduler_metrics)
         self._sessions = SessionServicer(self.engine, scheduler_id=self.scheduler_id)
         self._rpc = self._make_rpc_server(config)
         self._http = ObservabilityServer(config.http_listen, metrics.registry, self._health)
@@ -87,6 +89,23 @@ class SchedulerService:
             deadline=StepDeadline(config.step_deadline_floor_s, config.step_deadline_factor),
             max_message_bytes=config.max_message_bytes,
         )
+
+    def _make_traffic_file(self, config: SchedulerConfig, metrics: SchedulerMetrics) -> TrafficFile | None:
+        if config.traffic_file is None:
+            return None
+        return TrafficFile(
+            config.traffic_file,
+            self.engine.set_all_weights,
+            interval_s=config.traffic_file_interval_s,
+            on_error=metrics.traffic_file_errors.inc,
+        )
+
+    async def watch_traffic_file(self) -> None:
+        """Follow the traffic file; returns never, also where there is none."""
+        if self.traffic_file is None:
+            await asyncio.Event().wait()
+        else:
+            await self.traffic_file.watch()
 
     def _make_rpc_server(self, config: SchedulerConfig) -> RpcServer:
         rpc = RpcServer(
@@ -191,4 +210,6 @@ async def _serve(config: SchedulerConfig, stop: StopSignal) -> None:
         await stop.wait()
         await service.stop(config.drain_timeout_s)
 
-    await supervise(until_stopped(), loop_lag=service.lag.measure())
+    await supervise(
+        until_stopped(), loop_lag=service.lag.measure(), traffic_file=service.watch_traffic_file()
+    )

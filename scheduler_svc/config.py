@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from meshkit.config import FrozenConfig, ServiceConfig
@@ -34,6 +36,8 @@ class SchedulerConfig(ServiceConfig):
     reattach_backoff_s, reattach_backoff_max_s: pause between attempts to attach, doubled after each failure.
     drain_timeout_s: how long running requests may go on at SIGTERM, and by default in DrainWorker.
     identity_check_delay_s: idle time of a replica after which its page identity is checked.
+    traffic_file: weights of groups by model, `{"MODEL": {"GROUP": WEIGHT}}`, looked at every
+    traffic_file_interval_s seconds; what it says goes over the configured weights.
     forget_lost_after_s: how long a lost worker is still shown.
     """
 
@@ -56,6 +60,8 @@ class SchedulerConfig(ServiceConfig):
     drain_timeout_s: float = Field(default=30.0, ge=0.0)
     identity_check_delay_s: float = Field(default=0.1, ge=0.0)
     forget_lost_after_s: PositiveFloat = 300.0
+    traffic_file: Path | None = None
+    traffic_file_interval_s: PositiveFloat = 0.5
     max_message_bytes: PositiveInt = 64 * 1024 * 1024
 
     @field_validator("groups")

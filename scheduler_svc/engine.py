@@ -205,6 +205,13 @@ class Engine:
         self.changes.bump()
         self.wake_replicas()
 
+    def set_all_weights(self, weights: Mapping[str, Mapping[str, float]]) -> None:
+        """As `set_weights`, for several models: all or none. Raises ValueError."""
+        for model, groups in weights.items():
+            self.core.check_weights(model, groups)
+        for model, groups in weights.items():
+            self.set_weights(model, groups)
+
     def drain_replica(self, replica: ReplicaId) -> None:
         """Nothing new goes to a replica. Idempotent; does nothing where it is unknown."""
         if replica in self._replicas:

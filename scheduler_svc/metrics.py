@@ -82,6 +82,9 @@ class SchedulerMetrics:
         self.identity_violations = metrics.counter(
             "page_identity_violations_total", "Idle replicas whose pages did not add up"
         )
+        self.traffic_file_errors = metrics.counter(
+            "traffic_file_errors_total", "Contents of the traffic file that could not be used"
+        )
         self._series: dict[ReplicaId, _ReplicaSeries] = {}
 
     def replica_added(self, info: ReplicaInfo) -> None:

@@ -35,6 +35,12 @@ app = typer.Typer(
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+SchedulerEndpoint = Annotated[
+    str | None, typer.Option("--endpoint", help="HOST:PORT of a scheduler. Default: of `up`'s mesh.")
+]
+Emulate = Annotated[
+    bool, typer.Option("--emulate", help="Run on the plugin's emulator of its chip: its option emulate=true.")
+]
 ConfigFile = Annotated[Path, typer.Option("--config", help="The service's configuration, a JSON file.")]
 
 
@@ -61,6 +67,7 @@ def up(
     backend_option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE for the plugin; may be repeated.")
     ] = None,
+    emulate: Emulate = False,
     device_groups: Annotated[
         str | None,
         typer.Option(help="BACKEND:INDEX,... per group, groups split by ';'. Default: one device."),
@@ -68,6 +75,7 @@ def up(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, safetensors, gguf, dummy.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or a dtype that the chip reports.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="Quantise weights on load: w8a8 or w4a16.")] = "",
     chunked_prefill_size: Annotated[
         int | None, typer.Option(help="Most prompt tokens of a step; -1: off.")
     ] = None,
@@ -166,15 +174,40 @@ def generate(
 
 @app.command()
 def status(
-    endpoint: Annotated[
-        str | None, typer.Option(help="HOST:PORT of a scheduler. Default: of `up`'s mesh.")
-    ] = None,
+    endpoint: SchedulerEndpoint = None,
     as_json: AsJson = False,
 ) -> int:
     """Show groups, replicas, their requests and pages."""
     from meshkit.cli.mesh_status import show_status
 
     show_status(endpoint=endpoint, as_json=as_json)
+    return EXIT_OK
+
+
+traffic = typer.Typer(help="How requests are split among a model's groups.", no_args_is_help=True)
+app.add_typer(traffic, name="traffic")
+
+
+@traffic.command("show")
+def traffic_show(endpoint: SchedulerEndpoint = None, as_json: AsJson = False) -> int:
+    """Show each group's weight, and the share of requests that it gets now."""
+    from meshkit.cli.traffic import show_traffic
+
+    show_traffic(endpoint=endpoint, as_json=as_json)
+    return EXIT_OK
+
+
+@traffic.command("set")
+def traffic_set(
+    weights: Annotated[list[str], typer.Argument(help="GROUP=WEIGHT ...; groups left out get 0.")],
+    model: Annotated[str, typer.Option(help="Which model's groups. Default: the only one.")] = "",
+    endpoint: SchedulerEndpoint = None,
+    as_json: AsJson = False,
+) -> int:
+    """Change the weights while requests run; those that run stay where they are."""
+    from meshkit.cli.traffic import set_traffic
+
+    set_traffic(weights, model=model, endpoint=endpoint, as_json=as_json)
     return EXIT_OK
 
 
@@ -210,24 +243,33 @@ def worker(config: ConfigFile) -> int:
 
 @app.command()
 def conformance(
-    backend: Annotated[str, typer.Option(help="Name of the plugin to check.")],
+    backend: Annotated[str, typer.Option(help="Name of the plugin to check.")] = "",
+    address: Annotated[
+        str, typer.Option(help="HOST:PORT of a running executor to check, in place of --backend.")
+    ] = "",
     option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE for the plugin; may be repeated.")
     ] = None,
+    emulate: Emulate = False,
     only: Annotated[str, typer.Option("--only", "-k", help="Run the checks whose name contains this.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Leave heavy shape classes out.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that each check may take.")] = 120.0,
     junit: Annotated[Path | None, typer.Option(help="Write the results there as JUnit XML.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Check a plugin: does it do what it declares? Exit code 1 where any check fails."""
-    from meshkit.cli.tools import run_named_tool
+    from meshkit.cli.backend_options import read_backend_options
+    from meshkit.cli.tools import plugin_options, run_named_tool
 
+    words = plugin_options(option, emulate=emulate)
     return run_named_tool(
         "conformance",
         backend=backend,
-        options=option or (),
+        address=address,
+        options=read_backend_options(words, flag="--option"),
         only=only,
         quick=quick,
+        timeout_s=timeout,
         junit=junit,
         as_json=as_json,
     )
@@ -239,13 +281,17 @@ def verify(
     option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE for the plugin; may be repeated.")
     ] = None,
+    emulate: Emulate = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that each check may take.")] = 60.0,
     as_json: AsJson = False,
 ) -> int:
     """Check a plugin before any model: it loads, versions fit, devices are real. Exit code 1 on a failure."""
-    from meshkit.cli.tools import run_named_tool
+    from meshkit.cli.backend_options import read_backend_options
+    from meshkit.cli.tools import plugin_options, run_named_tool
 
-    return run_named_tool("verify", backend=backend, options=option or (), timeout_s=timeout, as_json=as_json)
+    words = plugin_options(option, emulate=emulate)
+    options = read_backend_options(words, flag="--option")
+    return run_named_tool("verify", backend=backend, options=options, timeout_s=timeout, as_json=as_json)
 
 
 @app.command()
@@ -255,6 +301,7 @@ def collectives(
     option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE for the plugin; may be repeated.")
     ] = None,
+    emulate: Emulate = False,
     sizes: Annotated[
         str, typer.Option(help="FIRST..LAST, each four times the last one; or SIZE,SIZE,...")
     ] = "1KiB..64MiB",
@@ -265,17 +312,54 @@ def collectives(
     as_json: AsJson = False,
 ) -> int:
     """Run each collective between processes: right values, latency, bandwidth. Exit code 1 on a failure."""
-    from meshkit.cli.tools import run_named_tool
+    from meshkit.cli.backend_options import read_backend_options
+    from meshkit.cli.tools import plugin_options, run_named_tool
 
+    words = plugin_options(option, emulate=emulate)
     return run_named_tool(
         "collectives",
         backend=backend,
-        options=option or (),
+        options=read_backend_options(words, flag="--option"),
         ranks=ranks,
         sizes=sizes,
         timeout_s=timeout,
         absent_rank=absent_rank,
         as_json=as_json,
+    )
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="Folder, .gguf, or the name of a pulled model.")],
+    backend: Annotated[str, typer.Option(help="Name of the plugin to plan for.")],
+    option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the plugin; may be repeated.")
+    ] = None,
+    emulate: Emulate = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or a dtype that the chip reports.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="Quantise weights on load: w8a8 or w4a16.")] = "",
+    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a KV page.")] = None,
+    chunked_prefill_size: Annotated[int | None, typer.Option(help="Most prompt tokens of a step.")] = None,
+    max_running_requests: Annotated[int | None, typer.Option(min=1, help="Most requests at once.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse a reference operator.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Show how a model would run on a chip: each operator native or not, and why. Reads no weights."""
+    from meshkit.cli.tools import plugin_options, run_named_tool
+
+    request = {
+        "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+        "quantization": quantization,
+        "page_size": page_size,
+        "chunk_tokens": chunked_prefill_size,
+        "max_running_requests": max_running_requests,
+        "strict": strict,
+    }
+    options = plugin_options(option, emulate=emulate)
+    return run_named_tool(
+        "plan", model=model, backend=backend, options=options, request=request, as_json=as_json
     )
 
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from meshkit.errors import FailedPrecondition
+
+EMULATE = "emulate"
+"""The option that a plugin with an emulator of its chip understands; every other plugin refuses it."""
 
 # Each has `main(**flags) -> int`.
 MODULES = {
     "conformance": "plugins.conformance.app",
     "verify": "plugins.verification.verify",
     "collectives": "plugins.verification.collectives",
+    "plan": "worker_svc.plan_command",
 }
+
+
+def plugin_options(words: Sequence[str] | None, *, emulate: bool) -> tuple[str, ...]:
+    """The KEY=VALUE options of a command for its plugin; `--emulate` is another name for one of them."""
+    return (*(words or ()), *([f"{EMULATE}=true"] if emulate else []))
 
 
 def run_named_tool(name: str, **flags: Any) -> int:

@@ -130,19 +130,24 @@ class MeshCore:
             ValueError: a group that the model does not have, a weight that is negative or not finite, or none
                 above 0. Nothing was changed.
         """
-        groups = {group.name: group for group in self._groups.values() if group.model == model}
+        self.check_weights(model, weights)
+        for group in self._groups.values():
+            if group.model == model:
+                group.weight = weights.get(group.name, 0.0)
+        self._turns[model].reset()
+        return self._place_waiting()
+
+    def check_weights(self, model: str, weights: Mapping[str, float]) -> None:
+        """Raises ValueError where `set_weights` would."""
+        groups = sorted(group.name for group in self._groups.values() if group.model == model)
         unknown = sorted(set(weights) - set(groups))
         if unknown:
-            known = ", ".join(sorted(groups)) or "none"
+            known = ", ".join(groups) or "none"
             raise ValueError(f"model {model!r} has no group {', '.join(unknown)}; its groups are: {known}")
         for name, weight in weights.items():
             _check_weight(name, weight)
         if not any(weights.values()):
             raise ValueError(f"all weights of model {model!r} would be 0; give one group more")
-        for name, group in groups.items():
-            group.weight = weights.get(name, 0.0)
-        self._turns[model].reset()
-        return self._place_waiting()
 
     def add_replica(self, replica: ReplicaId, *, group: str, limits: ReplicaLimits) -> list[Event]:
         """A replica takes requests from now on; those that wait unplaced go there first.

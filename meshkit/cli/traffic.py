@@ -1,0 +1,112 @@
+"""`chipmesh traffic`: how a model's requests are split among its groups, seen and changed while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from chipmesh.scheduler.v1alpha1 import admin_pb2, admin_pb2_grpc
+from meshkit.cli.generation import translated_errors
+from meshkit.cli.mesh_status import STATUS_TIMEOUT_S, fetch_mesh
+from meshkit.cli.state import require_endpoint, state_dir_from_environment
+from meshkit.cli.terminal import print_json
+from meshkit.errors import InvalidArgument
+from meshkit.rpc.channel import open_channel
+
+_BAR_CELLS = 30
+
+
+def show_traffic(*, endpoint: str | None, as_json: bool) -> None:
+    """Print each group's weight and share.
+
+    Raises:
+        MeshError: no mesh is up, or its scheduler does not answer.
+    """
+    address = require_endpoint(state_dir_from_environment(), kind="scheduler", given=endpoint)
+    _print(describe_traffic(asyncio.run(fetch_mesh(address))), as_json=as_json)
+
+
+def set_traffic(words: Sequence[str], *, model: str, endpoint: str | None, as_json: bool) -> None:
+    """Set the weights of a model's groups, those left out to 0, and print what holds then.
+
+    Raises:
+        InvalidArgument: (GROUP=WEIGHT) a word of another form, or what the scheduler refuses.
+        MeshError: as `show_traffic`.
+    """
+    weights = read_weights(words)
+    address = require_endpoint(state_dir_from_environment(), kind="scheduler", given=endpoint)
+    _print(describe_traffic(asyncio.run(_change(address, model, weights))), as_json=as_json)
+
+
+def read_weights(words: Sequence[str]) -> dict[str, float]:
+    """Weights by group of words such as "gpu=80".
+
+    Raises:
+        InvalidArgument: a word of another form, a group twice, or a weight that is negative or no number.
+    """
+    weights: dict[str, float] = {}
+    for word in words:
+        name, equals, number = word.rpartition("=")
+        if not name or not equals:
+            raise _wrong(f"{word!r} has not the form GROUP=WEIGHT, for example gpu=80")
+        if name in weights:
+            raise _wrong(f"group {name!r} comes twice")
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            raise _wrong(f"the weight of {name!r} is {number!r}, no number") from None
+        if not math.isfinite(weights[name]) or weights[name] < 0:
+            raise _wrong(f"the weight of {name!r} is {number}; weights are 0 or more")
+    return weights
+
+
+def describe_traffic(mesh: admin_pb2.Mesh) -> dict[str, Any]:
+    """{"models": {MODEL: [{"group", "weight", "share", "ready"}]}}; share: of the weights of groups with a
+    replica that is ready, since the others hand theirs on.
+    """
+    models: dict[str, list[dict[str, Any]]] = {}
+    for group in mesh.groups:
+        ready = sum(each.state == admin_pb2.ReplicaStatus.STATE_READY for each in group.replicas)
+        line = {"group": group.name, "weight": group.weight, "ready": ready}
+        models.setdefault(group.model, []).append(line)
+    for lines in models.values():
+        total = sum(line["weight"] for line in lines if line["ready"])
+        for line in lines:
+            line["share"] = round(line["weight"] / total, 4) if total and line["ready"] else 0.0
+    return {"models": models}
+
+
+async def _change(address: str, model: str, weights: dict[str, float]) -> admin_pb2.Mesh:
+    async with open_channel(address) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        request = admin_pb2.SetTrafficRequest(model=model, weights=weights)
+        with translated_errors(address, service="scheduler"):
+            await stub.SetTraffic(request, timeout=STATUS_TIMEOUT_S)
+    return await fetch_mesh(address)
+
+
+def _print(traffic: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(traffic)
+        return
+    console = Console(highlight=False)
+    for model, lines in traffic["models"].items():
+        table = Table(title=f"traffic of {model}")
+        for column in ("group", "weight", "share", "", "ready"):
+            table.add_column(column, justify="left" if column in ("group", "") else "right")
+        for line in lines:
+            bar = "█" * round(line["share"] * _BAR_CELLS)
+            note = "" if line["ready"] or not line["weight"] else " (hands its share on)"
+            table.add_row(
+                line["group"], f"{line['weight']:g}", f"{line['share']:.0%}", bar + note, str(line["ready"])
+            )
+        console.print(table)
+
+
+def _wrong(message: str) -> InvalidArgument:
+    return InvalidArgument(f"GROUP=WEIGHT: {message}", field="--weights")
