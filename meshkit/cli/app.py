@@ -62,7 +62,9 @@ def chipmesh(
 @app.command()
 def up(
     context: typer.Context,
-    model_path: Annotated[str, typer.Option(help="A folder, a .gguf file, or the name of a pulled model.")],
+    model_path: Annotated[
+        str, typer.Option(help="A folder, a .gguf file, or the name of a pulled model.")
+    ] = "",
     backend: Annotated[str, typer.Option(help="Plugin to use where --device-groups is not given.")] = "cpu",
     backend_option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE for the plugin; may be repeated.")
@@ -71,6 +73,13 @@ def up(
     device_groups: Annotated[
         str | None,
         typer.Option(help="BACKEND:INDEX,... per group, groups split by ';'. Default: one device."),
+    ] = None,
+    groups_file: Annotated[
+        Path | None,
+        typer.Option(help="JSON with groups, their devices, weights, models and settings of their own."),
+    ] = None,
+    traffic_file: Annotated[
+        Path | None, typer.Option(help="JSON with weights of groups by model, watched while the mesh runs.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, safetensors, gguf, dummy.")] = "auto",
@@ -360,6 +369,42 @@ def plan(
     options = plugin_options(option, emulate=emulate)
     return run_named_tool(
         "plan", model=model, backend=backend, options=options, request=request, as_json=as_json
+    )
+
+
+@app.command()
+def diff(
+    model: Annotated[str, typer.Option(help="Folder, .gguf, or the name of a pulled model.")],
+    left: Annotated[str, typer.Option(help="Name of a plugin, or `reference`: the framework's, in float32.")],
+    right: Annotated[str, typer.Option(help="What to compare it with: as --left.")],
+    left_option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the left plugin; may be repeated.")
+    ] = None,
+    right_option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the right plugin; may be repeated.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, safetensors, gguf, dummy.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="Quantise weights on load: w8a8 or w4a16.")] = "",
+    prompt: Annotated[str | None, typer.Option(help="A text to run. Default: built-in token ids.")] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Show each side's statistics by layer.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Run one input on two back ends: the first layer and operator that diverge. Exit code 1 where one does."""
+    from meshkit.cli.backend_options import read_backend_options
+    from meshkit.cli.tools import run_named_tool
+
+    return run_named_tool(
+        "diff",
+        model=model,
+        left=left,
+        right=right,
+        left_options=read_backend_options(left_option or (), flag="--left-option"),
+        right_options=read_backend_options(right_option or (), flag="--right-option"),
+        request={"dtype": dtype, "load_format": load_format, "quantization": quantization},
+        prompt=prompt,
+        layers=layers,
+        as_json=as_json,
     )
 
 

@@ -5,7 +5,7 @@ The services' own models check the values: this file only knows their names, sin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,47 +25,170 @@ SCHEDULER_DRAIN_S = 3.0
 
 
 @dataclass(frozen=True)
+class OpenedModel:
+    """A model that is there. path: absolute. context_tokens: its longest sequence."""
+
+    name: str
+    path: Path
+    context_tokens: int
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group with its own settings. model: the served name. chunk_tokens: None leaves it to the chips'
+    reports.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    weight: float
+    settings: MeshOptions
+    model: str
+    model_path: Path
+    chunk_tokens: int | None
+
+
+@dataclass(frozen=True)
 class WorkerPlan:
     """One worker: its id (also its service name), group and chip."""
 
     worker_id: str
-    group: str
+    group: GroupPlan
     device: Device
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """What is known before the first process starts.
-
-    model: the served name. model_path: absolute. chunk_tokens: None leaves it to the chip's report.
-    """
+    """What is known before the first process starts."""
 
     options: MeshOptions
-    model: str
-    model_path: Path
-    chunk_tokens: int | None
-    groups: tuple[DeviceGroup, ...]
+    groups: tuple[GroupPlan, ...]
 
     @property
     def workers(self) -> list[WorkerPlan]:
         """All workers, numbered over all groups in the order of the notation."""
-        places = [(group.name, device) for group in self.groups for device in group.devices]
+        places = [(group, device) for group in self.groups for device in group.devices]
         return [
             WorkerPlan(f"worker-{number}", group, device) for number, (group, device) in enumerate(places)
         ]
 
+    @property
+    def model(self) -> str:
+        """The served names."""
+        return ", ".join(dict.fromkeys(group.model for group in self.groups))
 
-def plan_mesh(options: MeshOptions, *, model: str, model_path: Path, context_tokens: int) -> MeshPlan:
-    """Reads the device groups; without any it is one group with device 0 of the backend.
 
-    context_tokens: longest sequence of the model.
+def model_references(options: MeshOptions) -> dict[str, bool]:
+    """The models to open, and whether weights are needed of each.
 
     Raises:
-        InvalidArgument, Unimplemented: as `parse_device_groups`, or a chunk size that is no number of tokens.
+        InvalidArgument: a group has no model, and --model-path gives none.
     """
-    groups = parse_device_groups(options.device_groups or f"{options.backend}:0")
-    chunk_tokens = _chunk_tokens(options, context_tokens=options.context_length or context_tokens)
-    return MeshPlan(options, options.served_model_name or model, model_path, chunk_tokens, groups)
+    settings = [settings for _, settings, _ in _groups(options)]
+    if not all(each.model_path for each in settings):
+        raise InvalidArgument(
+            "--model-path is missing, and not every group of the groups file has a model_path",
+            field="--model-path",
+        )
+    wanted: dict[str, bool] = {}
+    for each in settings:
+        wanted[each.model_path] = wanted.get(each.model_path, False) or each.load_format != "dummy"
+    return wanted
+
+
+def plan_mesh(options: MeshOptions, models: Mapping[str, OpenedModel]) -> MeshPlan:
+    """Reads the groups; without any it is one group with device 0 of the backend. models: by reference.
+
+    Raises:
+        InvalidArgument, Unimplemented: as `parse_device_groups`; a chunk size that is no number of tokens;
+            two models under one name, or a backend option that is for no backend or could be for several.
+    """
+    groups = tuple(
+        _plan_group(group, settings, weight, models[settings.model_path])
+        for group, settings, weight in _groups(options)
+    )
+    _check_models(groups)
+    _check_options(groups)
+    return MeshPlan(options, groups)
+
+
+def _groups(options: MeshOptions) -> list[tuple[DeviceGroup, MeshOptions, float]]:
+    """(members, settings, weight) of each group."""
+    if not options.groups:
+        return [
+            (group, options, 1.0)
+            for group in parse_device_groups(options.device_groups or f"{options.backend}:0")
+        ]
+    devices = parse_device_groups(";".join(group.devices for group in options.groups))
+    if len(devices) != len(options.groups):
+        raise InvalidArgument(
+            "a group of the groups file names members of several groups; ';' may not stand in devices",
+            field="--groups-file",
+        )
+    return [
+        (DeviceGroup(own.name, members.devices), options.model_copy(update=own.overrides), own.weight)
+        for own, members in zip(options.groups, devices, strict=True)
+    ]
+
+
+def _plan_group(group: DeviceGroup, settings: MeshOptions, weight: float, model: OpenedModel) -> GroupPlan:
+    return GroupPlan(
+        name=group.name,
+        devices=group.devices,
+        weight=weight,
+        settings=settings,
+        model=settings.served_model_name or model.name,
+        model_path=model.path,
+        chunk_tokens=_chunk_tokens(settings, context_tokens=settings.context_length or model.context_tokens),
+    )
+
+
+def _check_models(groups: Sequence[GroupPlan]) -> None:
+    paths: dict[str, Path] = {}
+    for group in groups:
+        if paths.setdefault(group.model, group.model_path) != group.model_path:
+            raise InvalidArgument(
+                f"group {group.name!r} serves {group.model_path} as {group.model!r}, which is the name of "
+                f"{paths[group.model]} already; give it another served_model_name",
+                field="--groups-file",
+            )
+
+
+def _check_options(groups: Sequence[GroupPlan]) -> None:
+    """An option goes to the one backend of those that share it, or says which one it is for."""
+    everywhere = {device.backend for group in groups for device in group.devices}
+    for group in groups:
+        options = group.settings.backend_options
+        sharing = {
+            device.backend
+            for each in groups
+            for device in each.devices
+            if each.settings.backend_options is options
+        }
+        for key in options:
+            scope, dot, _ = key.partition(".")
+            if dot and scope not in everywhere:
+                raise InvalidArgument(
+                    f"--backend-option {key}: no group has backend {scope!r}", field="--backend-option"
+                )
+            if not dot and len(sharing) > 1:
+                raise InvalidArgument(
+                    f"--backend-option {key}: it could be for {' or '.join(sorted(sharing))}; say which one, "
+                    f"as BACKEND.{key}=VALUE",
+                    field="--backend-option",
+                )
+
+
+def _options_for(backend: str, options: Mapping[str, str]) -> dict[str, str]:
+    """Those for all, and those that name this backend."""
+    chosen: dict[str, str] = {}
+    for key, value in options.items():
+        scope, dot, name = key.partition(".")
+        if not dot:
+            chosen[key] = value
+        elif scope == backend:
+            chosen[name] = value
+    return chosen
 
 
 def _chunk_tokens(options: MeshOptions, *, context_tokens: int) -> int | None:
@@ -86,13 +209,12 @@ def scheduler_config(plan: MeshPlan, *, state: StateDir) -> dict[str, Any]:
     options = plan.options
     chosen = {
         "schedule_policy": options.schedule_policy,
-        "chunked_prefill_size": plan.chunk_tokens,
-        "max_running_requests": options.max_running_requests,
         "enable_mixed_chunk": options.enable_mixed_chunk,
+        "traffic_file": str(options.traffic_file) if options.traffic_file else None,
     }
     return {
         **_service_part(options, name="scheduler", state=state),
-        "groups": [{"name": group.name, "model": plan.model} for group in plan.groups],
+        "groups": [_scheduler_group(group) for group in plan.groups],
         "drain_timeout_s": SCHEDULER_DRAIN_S,
         "enable_radix_cache": not options.disable_radix_cache,
         "enable_overlap": not options.disable_overlap_schedule,
@@ -100,44 +222,59 @@ def scheduler_config(plan: MeshPlan, *, state: StateDir) -> dict[str, Any]:
     }
 
 
+def _scheduler_group(group: GroupPlan) -> dict[str, Any]:
+    ceilings = {
+        "chunked_prefill_size": group.chunk_tokens,
+        "max_running_requests": group.settings.max_running_requests,
+    }
+    return {"name": group.name, "model": group.model, "weight": group.weight, **_without_none(ceilings)}
+
+
 def gateway_config(plan: MeshPlan, *, state: StateDir, scheduler_address: str) -> dict[str, Any]:
     """GatewayConfig as JSON."""
     options = plan.options
-    model = {"name": plan.model, "path": str(plan.model_path), "load_format": options.load_format}
+    models = {group.model: group for group in plan.groups}
     return {
         **_service_part(options, name="gateway", state=state),
         "listen": str(TcpAddress(options.host, options.port)),
         "http_listen": str(TcpAddress(options.host, options.http_port)),
         "scheduler_address": scheduler_address,
-        "models": [{**model, **_without_none({"context_length": options.context_length})}],
+        "models": [_gateway_model(name, group) for name, group in models.items()],
         "cache_dir": str(options.cache_dir),
         "drain_grace_s": GATEWAY_DRAIN_S,
     }
+
+
+def _gateway_model(name: str, group: GroupPlan) -> dict[str, Any]:
+    settings = group.settings
+    model = {"name": name, "path": str(group.model_path), "load_format": settings.load_format}
+    return {**model, **_without_none({"context_length": settings.context_length})}
 
 
 def worker_config(
     plan: MeshPlan, worker: WorkerPlan, *, state: StateDir, scheduler_address: str
 ) -> dict[str, Any]:
     """WorkerConfig as JSON."""
-    options = plan.options
+    group = worker.group
+    options = group.settings
     chosen = {
         "page_size": options.page_size,
         "max_running_requests": options.max_running_requests,
         "mem_fraction_static": options.mem_fraction_static,
         "max_total_tokens": options.max_total_tokens,
-        "chunked_prefill_size": plan.chunk_tokens,
+        "chunked_prefill_size": group.chunk_tokens,
         "executor": {"python": options.executor_python} if options.executor_python else None,
     }
     return {
         **_service_part(options, name=worker.worker_id, state=state),
         "worker_id": worker.worker_id,
-        "group": worker.group,
-        "model": plan.model,
+        "group": group.name,
+        "model": group.model,
         "scheduler_address": scheduler_address,
         "backend": worker.device.backend,
-        "backend_options": options.backend_options,
+        "backend_options": _options_for(worker.device.backend, options.backend_options),
         "device": worker.device.index,
-        "model_path": str(plan.model_path),
+        "model_path": str(group.model_path),
         "load_format": options.load_format,
         "dtype": options.dtype,
         "kv_cache_dtype": options.kv_cache_dtype,

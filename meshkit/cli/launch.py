@@ -10,7 +10,15 @@ from types import FrameType
 from typing import Any, Literal
 
 from meshkit.cli.child import Child, last_error_line
-from meshkit.cli.compose import MeshPlan, gateway_config, plan_mesh, scheduler_config, worker_config
+from meshkit.cli.compose import (
+    MeshPlan,
+    OpenedModel,
+    gateway_config,
+    model_references,
+    plan_mesh,
+    scheduler_config,
+    worker_config,
+)
 from meshkit.cli.events import LaunchEvent, Report
 from meshkit.cli.options import MeshOptions
 from meshkit.cli.processes import POLL_S, record_process
@@ -189,18 +197,13 @@ def run_mesh(options: MeshOptions, *, state: StateDir, report: Report) -> None:
 
 
 def _plan(options: MeshOptions, *, report: Report) -> MeshPlan:
-    """Opens the model before any process starts: a bad path is told at once, its header converted once."""
-    model = open_model(
-        options.model_path,
-        cache_dir=options.cache_dir,
-        need_weights=options.load_format != "dummy",
-        progress=lambda stage, share: report(
-            LaunchEvent(kind="progress", service="model", stage=stage, fraction=share)
-        ),
-    )
-    return plan_mesh(
-        options,
-        model=model.name,
-        model_path=model.source.absolute(),
-        context_tokens=model.context_length,
-    )
+    """Opens the models before any process starts: a bad path is told at once, a header converted once."""
+
+    def tell(stage: str, share: float) -> None:
+        report(LaunchEvent(kind="progress", service="model", stage=stage, fraction=share))
+
+    models: dict[str, OpenedModel] = {}
+    for reference, need_weights in model_references(options).items():
+        model = open_model(reference, cache_dir=options.cache_dir, need_weights=need_weights, progress=tell)
+        models[reference] = OpenedModel(model.name, model.source.absolute(), model.context_length)
+    return plan_mesh(options, models)

@@ -3,10 +3,44 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
 from meshkit.config import FrozenConfig, LogLevel
+
+
+class GroupOptions(FrozenConfig):
+    """One group of a groups file. What it leaves out is as the flags say.
+
+    devices: members as `--device-groups` has them, for one group: "cpu:0,cpu:1". weight: among the groups of
+    its model. chunked_prefill_size and max_running_requests are ceilings over what each replica reports.
+    """
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    devices: str
+    weight: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    model_path: str | None = None
+    served_model_name: str | None = None
+    backend_options: dict[str, str] | None = None
+    dtype: str | None = None
+    load_format: str | None = None
+    kv_cache_dtype: str | None = None
+    quantization: str | None = None
+    chunked_prefill_size: int | None = None
+    max_running_requests: int | None = None
+    mem_fraction_static: float | None = None
+    page_size: int | None = None
+    max_total_tokens: int | None = None
+    context_length: int | None = None
+    strict: bool | None = None
+    executor_python: str | None = None
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Flags of MeshOptions that this group sets for itself."""
+        own = self.model_dump(exclude_none=True, exclude={"name", "devices", "weight"})
+        return {name: value for name, value in own.items() if name in MeshOptions.model_fields}
 
 
 class MeshOptions(FrozenConfig):
@@ -14,6 +48,7 @@ class MeshOptions(FrozenConfig):
 
     chunked_prefill_size: tokens; -1 turns chunking off. mem_fraction_static: share in (0, 1].
     page_size, max_total_tokens, context_length: tokens. port, http_port: 0 picks a free one.
+    groups: from a groups file, instead of device_groups. model_path may be empty where every group has one.
     start_timeout_s: seconds until everything must be ready.
     """
 
@@ -21,6 +56,7 @@ class MeshOptions(FrozenConfig):
     backend: str = "cpu"
     backend_options: dict[str, str] = Field(default_factory=dict)
     device_groups: str | None = None
+    groups: tuple[GroupOptions, ...] = ()
     dtype: str = "auto"
     load_format: str = "auto"
     kv_cache_dtype: str = "auto"
@@ -30,6 +66,7 @@ class MeshOptions(FrozenConfig):
     mem_fraction_static: float | None = None
     page_size: int | None = None
     schedule_policy: str | None = None
+    traffic_file: Path | None = None
     max_total_tokens: int | None = None
     context_length: int | None = None
     served_model_name: str | None = None

@@ -6,18 +6,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from meshkit.cli.backend_options import read_backend_options
 from meshkit.cli.detach import run_detached
 from meshkit.cli.display import LaunchDisplay, describe_mesh, print_summary
 from meshkit.cli.events import LaunchEvent, print_event
 from meshkit.cli.launch import run_mesh
-from meshkit.cli.options import MeshOptions
+from meshkit.cli.options import GroupOptions, MeshOptions
 from meshkit.cli.state import MeshRecord, StateDir, state_dir_from_environment
 from meshkit.cli.terminal import EXIT_FAILED, EXIT_OK, describe_error, print_json
 from meshkit.cli.tools import plugin_options
-from meshkit.config import load_config, parse_config
-from meshkit.errors import MeshError
+from meshkit.config import FrozenConfig, load_config, parse_config
+from meshkit.errors import InvalidArgument, MeshError
 from meshkit.modelstore import default_cache_dir
+
+
+class _GroupsFile(FrozenConfig):
+    groups: tuple[GroupOptions, ...] = Field(min_length=1)
+
 
 OUTPUT_FLAGS = ("detach", "as_json")
 
@@ -31,8 +38,30 @@ def read_options(flags: Mapping[str, Any]) -> MeshOptions:
     values = {name: value for name, value in flags.items() if name not in OUTPUT_FLAGS}
     words = plugin_options(values.pop("backend_option"), emulate=values.pop("emulate"))
     values["backend_options"] = read_backend_options(words, flag="--backend-option")
+    values["groups"] = read_groups(values.pop("groups_file"))
     values["start_timeout_s"] = values.pop("start_timeout")
     return parse_config(MeshOptions, {**values, "cache_dir": default_cache_dir()}, source="chipmesh up")
+
+
+def read_groups(file: Path | None) -> tuple[GroupOptions, ...]:
+    """The groups of `{"groups": [{"name": ..., "devices": ...}, ...]}`.
+
+    Raises:
+        InvalidArgument: (--groups-file) it cannot be read, or the place in it that is wrong.
+    """
+    if file is None:
+        return ()
+    try:
+        groups = load_config(_GroupsFile, file).groups
+    except InvalidArgument as error:
+        raise InvalidArgument(f"--groups-file: {error.message}", field="--groups-file") from error
+    twice = sorted({group.name for group in groups if sum(group.name == each.name for each in groups) > 1})
+    if twice:
+        raise InvalidArgument(
+            f"--groups-file: group names must be unique; given twice: {', '.join(twice)}",
+            field="--groups-file",
+        )
+    return groups
 
 
 def start_mesh(options: MeshOptions, *, detach: bool, as_json: bool) -> None:

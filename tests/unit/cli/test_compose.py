@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 
 from gateway.config import GatewayConfig
-from meshkit.cli.compose import MeshPlan, gateway_config, plan_mesh, scheduler_config, worker_config
-from meshkit.cli.options import MeshOptions
+from meshkit.cli.compose import (
+    MeshPlan,
+    OpenedModel,
+    gateway_config,
+    model_references,
+    plan_mesh,
+    scheduler_config,
+    worker_config,
+)
+from meshkit.cli.options import GroupOptions, MeshOptions
 from meshkit.cli.state import StateDir
+from meshkit.cli.up import read_groups
 from meshkit.config import parse_config
 from meshkit.errors import InvalidArgument
 from scheduler_svc.config import SchedulerConfig
@@ -21,12 +30,13 @@ SCHEDULER = "127.0.0.1:4000"
 
 def plan(tmp_path: Path, **flags: Any) -> MeshPlan:
     """The plan of `up --model-path /models/m` with further flags, for a model of 2048 tokens."""
-    options = MeshOptions(model_path="m", cache_dir=tmp_path / "cache", **flags)
-    return plan_mesh(options, model="m", model_path=tmp_path / "m", context_tokens=2048)
+    options = MeshOptions(**{"model_path": "m", "cache_dir": tmp_path / "cache", **flags})
+    models = {name: OpenedModel(name, tmp_path / name, 2048) for name in model_references(options)}
+    return plan_mesh(options, models)
 
 
 EVERYTHING: dict[str, Any] = {
-    "backend_options": {"step_ms": "5"},
+    "backend_options": {"hash.step_ms": "5"},
     "device_groups": "cpu:0,hash:1;hash:0",
     "dtype": "float32",
     "load_format": "gguf",
@@ -86,23 +96,108 @@ def test_flags_reach_the_services_that_they_are_for(tmp_path: Path) -> None:
         ("worker-1", "group-0", "hash", 1),
         ("worker-2", "group-1", "hash", 0),
     ]
+    assert [worker.backend_options for worker in workers] == [{}, {"step_ms": "5"}, {"step_ms": "5"}]
     assert {worker.executors_on_host for worker in workers} == {3}
     assert {worker.executor.python for worker in workers} == {"/usr/bin/python3"}
 
 
 def test_without_device_groups_the_backend_gets_its_first_device(tmp_path: Path) -> None:
     (worker,) = plan(tmp_path, backend="hash").workers
-    assert (worker.device.backend, worker.device.index, worker.group) == ("hash", 0, "default")
+    assert (worker.device.backend, worker.device.index, worker.group.name) == ("hash", 0, "default")
 
 
 @pytest.mark.parametrize(("context", "expected"), [(None, 2048), (512, 512)])
 def test_no_chunking_means_a_chunk_as_long_as_any_prompt(
     context: int | None, expected: int, tmp_path: Path
 ) -> None:
-    assert plan(tmp_path, chunked_prefill_size=-1, context_length=context).chunk_tokens == expected
+    assert plan(tmp_path, chunked_prefill_size=-1, context_length=context).groups[0].chunk_tokens == expected
 
 
 @pytest.mark.parametrize("size", [0, -2])
 def test_a_chunk_size_that_is_no_number_of_tokens_is_refused(size: int, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=f"--chunked-prefill-size is {size}"):
         plan(tmp_path, chunked_prefill_size=size)
+
+
+GROUPS = """{"groups": [
+    {"name": "fast", "devices": "cpu:0", "weight": 80, "dtype": "float32", "max_running_requests": 4},
+    {"name": "spare", "devices": "hash:0,hash:1", "weight": 20},
+    {"name": "other", "devices": "cpu:1", "model_path": "n", "chunked_prefill_size": 64, "page_size": 32}
+]}"""
+
+
+def write_groups(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "groups.json"
+    file.write_text(text)
+    return file
+
+
+def test_a_groups_file_gives_groups_their_own_models_weights_and_settings(tmp_path: Path) -> None:
+    groups = read_groups(write_groups(tmp_path, GROUPS))
+    mesh, state = plan(tmp_path, groups=groups, dtype="bfloat16"), StateDir(tmp_path)
+    scheduler = parse_config(SchedulerConfig, scheduler_config(mesh, state=state), source="scheduler")
+    assert [(each.name, each.model, each.weight) for each in scheduler.groups] == [
+        ("fast", "m", 80), ("spare", "m", 20), ("other", "n", 1),
+    ]  # fmt: skip
+    assert [each.max_running_requests for each in scheduler.groups] == [4, None, None]
+    assert [each.chunked_prefill_size for each in scheduler.groups] == [None, None, 64]
+    gateway = parse_config(
+        GatewayConfig, gateway_config(mesh, state=state, scheduler_address=SCHEDULER), source="gateway"
+    )
+    assert [model.name for model in gateway.models] == ["m", "n"]
+    workers = [worker_config(mesh, each, state=state, scheduler_address=SCHEDULER) for each in mesh.workers]
+    assert [(each["group"], each["model"], each["dtype"]) for each in workers] == [
+        ("fast", "m", "float32"), ("spare", "m", "bfloat16"), ("spare", "m", "bfloat16"),
+        ("other", "n", "bfloat16"),
+    ]  # fmt: skip
+    assert workers[3]["page_size"] == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"groups": [', "groups.json"),
+        ('{"groups": []}', "groups"),
+        ('{"groups": [{"name": "a", "devices": "cpu:0", "wieght": 2}]}', "wieght"),
+        ('{"groups": [{"name": "a", "devices": "cpu:0", "weight": -2}]}', "weight"),
+        ('{"groups": [{"name": "a", "devices": "cpu:0"}, {"name": "a", "devices": "cpu:1"}]}', "twice: a"),
+    ],
+)
+def test_a_wrong_groups_file_is_refused_with_the_place(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said) as caught:
+        read_groups(write_groups(tmp_path, text))
+    assert caught.value.field == "--groups-file"
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([("a", "cpu:0"), ("b", "cpu:0")], "cpu:0 occurs twice"),
+        ([("a", "cpu:0;cpu:1")], "several groups"),
+    ],
+)
+def test_groups_that_share_a_device_or_hold_two_groups_are_refused(
+    tmp_path: Path, groups: list[tuple[str, str]], said: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        plan(tmp_path, groups=tuple(GroupOptions(name=name, devices=devices) for name, devices in groups))
+
+
+def test_two_models_under_one_name_are_refused(tmp_path: Path) -> None:
+    groups = (
+        GroupOptions(name="a", devices="cpu:0", served_model_name="x"),
+        GroupOptions(name="b", devices="cpu:1", model_path="n", served_model_name="x"),
+    )
+    with pytest.raises(InvalidArgument, match="served_model_name"):
+        plan(tmp_path, groups=groups)
+
+
+def test_a_group_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="--model-path is missing"):
+        plan(tmp_path, model_path="", groups=(GroupOptions(name="a", devices="cpu:0"),))
+
+
+@pytest.mark.parametrize(("option", "said"), [("step_ms", "BACKEND.step_ms"), ("xpu.a", "no group has")])
+def test_an_option_says_which_of_several_backends_it_is_for(tmp_path: Path, option: str, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        plan(tmp_path, device_groups="cpu:0;hash:0", backend_options={option: "5"})
