@@ -240,9 +240,12 @@ def choose_window(requested: int | None, preferred: int) -> Choice:
 def _quantization(asked: str, report: CapabilityReport) -> Choice:
     if not asked:
         return Choice("", "not asked for")
-    if asked in report.quantization_formats:
-        return Choice(asked, "as asked; the chip has operators for it")
-    return Choice(asked, "as asked; the chip reports no operators for it, so the reference runs")
+    covered = {each.name for each in report.operators if each.coverage is Coverage.NATIVE}
+    if f"linear_{asked}" in covered:
+        return Choice(asked, "as asked; the chip has products over such weights")
+    return Choice(
+        asked, "as asked; the chip has no products over such weights: the reference saves memory only"
+    )
 
 
 def _graph_capture(report: CapabilityReport) -> Choice:

@@ -166,8 +166,8 @@ def test_chunk_and_window_are_as_asked_then_as_the_chip_prefers() -> None:
 
 def test_quantisation_says_whether_the_chip_has_operators_for_it() -> None:
     assert "reference" in plan(REPORT, quantization="w8a8").quantization.reason
-    offered = replace(REPORT, quantization_formats=("w8a8",))
-    assert "has operators" in plan(offered, quantization="w8a8").quantization.reason
+    offered = replace(REPORT, operators=[native("linear_w8a8")])
+    assert "has products" in plan(offered, quantization="w8a8").quantization.reason
 
 
 def test_a_plan_is_json_with_a_reason_for_each_choice() -> None:
