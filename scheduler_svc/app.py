@@ -24,9 +24,11 @@ from scheduler_svc.core.mesh import MeshCore
 from scheduler_svc.engine import Engine
 from scheduler_svc.executor_link import LinkSettings
 from scheduler_svc.groups import GroupTable
+from scheduler_svc.guards import GroupGuards
 from scheduler_svc.loop_lag import LoopLag
 from scheduler_svc.mesh_view import MeshView
 from scheduler_svc.metrics import MeshCollector, SchedulerMetrics
+from scheduler_svc.mirror import Mirror
 from scheduler_svc.servicers.admin import AdminServicer
 from scheduler_svc.servicers.registry import RegistryServicer
 from scheduler_svc.servicers.sessions import SessionServicer
@@ -72,6 +74,21 @@ class SchedulerService:
         )
         metrics.registry.register(MeshCollector(self.engine, scheduler_metrics))
         self.pool = WorkerPool(self.engine, config=config, groups=groups, links=self._link_settings(config))
+        self.guards = GroupGuards(
+            core, set_weights=self.engine.apply_weights, on_rollback=scheduler_metrics.group_rolled_back
+        )
+        for group in config.groups:
+            self.guards.watch(group)
+        self.mirror = Mirror(
+            core,
+            submit_copy=self.engine.submit_copy,
+            cancel=self.engine.cancel,
+            on_compared=lambda group, equal, tokens: self.guards.compared(
+                group, equal_tokens=equal, tokens=tokens
+            ),
+        )
+        self.engine.observers += [self.guards, self.mirror]
+        self.engine.on_weights_set = self.guards.weights_set
         self.lag = LoopLag()
         self.traffic_file = self._make_traffic_file(config, scheduler_metrics)
         self._sessions = SessionServicer(self.engine, scheduler_id=self.scheduler_id)
@@ -118,7 +135,8 @@ class SchedulerService:
         admin = AdminServicer(
             self.engine,
             self.pool,
-            MeshView(self.engine, self.pool, scheduler_id=self.scheduler_id),
+            MeshView(self.engine, self.pool, self.guards, self.mirror, scheduler_id=self.scheduler_id),
+            self.mirror,
             gateway_count=lambda: self._sessions.gateway_count,
             drain_timeout_s=config.drain_timeout_s,
         )

@@ -4,20 +4,56 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from meshkit.config import FrozenConfig, ServiceConfig
+from scheduler_svc.core.guard import Bounds
 from scheduler_svc.core.policy import make_policy
 
 DEFAULT_CHUNK_TOKENS = 2048
 """Prompt tokens of a step where neither worker, group nor scheduler says."""
 
 
+class GuardConfig(FrozenConfig):
+    """Bounds beyond which a group loses its traffic by itself; see core.guard.Bounds. Times in seconds."""
+
+    max_error_share: float | None = Field(default=None, ge=0.0, le=1.0)
+    max_ttft_s: PositiveFloat | None = None
+    max_token_gap_s: PositiveFloat | None = None
+    min_agreement: float | None = Field(default=None, ge=0.0, le=1.0)
+    min_requests: PositiveInt = 20
+    window: PositiveInt = 200
+
+    @model_validator(mode="after")
+    def _window_holds_enough(self) -> GuardConfig:
+        if self.window < self.min_requests:
+            raise ValueError(
+                f"window is {self.window}; it must hold at least min_requests ({self.min_requests})"
+            )
+        return self
+
+    def bounds(self) -> Bounds:
+        """As the core has them."""
+        return Bounds(**self.model_dump())
+
+
+class ParityConfig(FrozenConfig):
+    """A replica of another numeric class than those that serve answers `prompts` (token ids) greedily before
+    it takes traffic. max_logprob_gap: largest difference of a token's log-probability. output_tokens: of each
+    answer. timeout_s: for each answer, in seconds.
+    """
+
+    prompts: tuple[tuple[NonNegativeInt, ...], ...] = Field(min_length=1)
+    max_logprob_gap: float = Field(default=0.05, ge=0.0)
+    output_tokens: PositiveInt = 16
+    timeout_s: PositiveFloat = 60.0
+
+
 class GroupConfig(FrozenConfig):
     """A set of replicas that serve one model with a weight.
 
     chunked_prefill_size (tokens) and max_running_requests are ceilings: a replica that reports less gets
-    less.
+    less. guard: bounds of a canary. parity: what a replica of another numeric class has to pass.
     """
 
     name: str = Field(min_length=1)
@@ -25,6 +61,8 @@ class GroupConfig(FrozenConfig):
     weight: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     chunked_prefill_size: PositiveInt | None = None
     max_running_requests: PositiveInt | None = None
+    guard: GuardConfig | None = None
+    parity: ParityConfig | None = None
 
 
 class SchedulerConfig(ServiceConfig):

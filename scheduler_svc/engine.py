@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from chipmesh.device.v1alpha1 import sampling_pb2
 from chipmesh.scheduler.v1alpha1 import session_pb2
-from meshkit.errors import DeadlineExceeded, MeshError, Unavailable
+from meshkit.errors import Cancelled, DeadlineExceeded, MeshError, Unavailable
 from meshkit.telemetry.logging import get_logger
 from scheduler_svc.change_feed import ChangeFeed
 from scheduler_svc.core.batcher import Batcher
@@ -33,14 +33,18 @@ from scheduler_svc.core.structures import (
     StepResult,
     TokensMade,
 )
-from scheduler_svc.live_request import EventSink, LiveRequest, ReplicaInfo
+from scheduler_svc.live_request import EventSink, LiveRequest, ReplicaInfo, RequestObserver
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.request_errors import error_of_failure, refusal
 from scheduler_svc.request_trace import RequestTrace
+from scheduler_svc.step_codec import needs_history
 from scheduler_svc.step_time import StepTimes
 from scheduler_svc.submission import check_vocabulary, read_submission
 
 log = get_logger(__name__)
+
+_TRIAL_PRIORITY = -(1 << 31)
+"""Of requests that nobody waits for: they take what is left."""
 
 
 @dataclass(slots=True)
@@ -63,6 +67,9 @@ class Engine:
         self.changes = ChangeFeed()
         self.draining = False
         self.violations: list[str] = []
+        self.observers: list[RequestObserver] = []
+        self.on_weights_set: Callable[[Mapping[str, float]], None] = _untold
+        """Called after somebody set weights."""
         self._metrics = metrics
         self._identity_check_delay_s = identity_check_delay_s
         self._loop = asyncio.get_running_loop()
@@ -120,14 +127,72 @@ class Engine:
             submitted_at=self._loop.time(),
         )
         request.payload = live
-        events = self.core.submit(request)
+        placed = self.core.submit(request)
         self._live.add(live)
         self._empty.clear()
         if message.HasField("deadline_ms"):
             live.expiry = self._loop.call_later(message.deadline_ms / 1000, self._expire, live)
         sink.queued(live)
-        self._publish(events)
-        self.wake_replicas()
+        if placed is not None:
+            self._replicas[placed].wake()
+
+    def submit_trial(
+        self,
+        prompt: Sequence[int],
+        *,
+        model: str,
+        group: str,
+        max_output_tokens: int,
+        sampling: sampling_pb2.SamplingParameters,
+        stop_token_ids: frozenset[int] = frozenset(),
+        salt: str = "",
+        sink: EventSink,
+        replica: ReplicaId | None = None,
+    ) -> LiveRequest | None:
+        """Run a request of our own on one group, whatever its weight, or on one replica of it, also on trial;
+        lowest priority. None if refused.
+        """
+        number = next(self._numbers)
+        request = Request(
+            RequestId(number), model, prompt, max_output_tokens, stop_token_ids, priority=_TRIAL_PRIORITY,
+            salt=salt, needs_history=needs_history(sampling), group=group, is_pinned=True,
+            pinned_replica=replica,
+        )  # fmt: skip
+        trace = RequestTrace("", request_id=f"trial-{number}", model=model, prompt_tokens=len(prompt))
+        live = LiveRequest(
+            core=request,
+            sink=sink,
+            number=number,
+            sampling=sampling,
+            trace=trace,
+            submitted_at=self._loop.time(),
+        )
+        request.payload = live
+        try:
+            placed = self.core.submit(request)
+        except SchedulerError as error:
+            trace.failed("FAILED_PRECONDITION", type(error).__name__)
+            return None
+        self._live.add(live)
+        self._empty.clear()
+        if placed is not None:
+            self._replicas[placed].wake()
+        return live
+
+    def submit_copy(self, live: LiveRequest, group: str, sink: EventSink) -> LiveRequest | None:
+        """Run a request's prompt once more, on another group, with the same seed and its logprobs."""
+        sampling = _own_copy(live.sampling)
+        sampling.logprobs = True
+        return self.submit_trial(
+            live.core.prompt,
+            model=live.core.model,
+            group=group,
+            max_output_tokens=live.core.max_output_tokens,
+            sampling=sampling,
+            stop_token_ids=live.core.stop_token_ids,
+            salt=live.core.salt,
+            sink=sink,
+        )
 
     def cancel(self, live: LiveRequest) -> None:
         """End a request at the gateway's wish. Idempotent."""
@@ -168,13 +233,28 @@ class Engine:
 
     # ------------------------------------------------------------ replicas
 
-    def add_replica(self, info: ReplicaInfo, limits: ReplicaLimits, *, wake: Callable[[], None]) -> None:
-        """A replica takes steps from now on; `wake` is called when it may have work."""
+    def add_replica(
+        self, info: ReplicaInfo, limits: ReplicaLimits, *, wake: Callable[[], None], on_trial: bool = False
+    ) -> None:
+        """A replica takes steps from now on; `wake` is called when it may have work. on_trial: no traffic
+        until `admit_replica`.
+        """
         self._replicas[info.replica] = _Replica(info, limits, wake)
         self._metrics.replica_added(info)
-        self._publish(self.core.add_replica(info.replica, group=info.group, limits=limits))
+        self._publish(self.core.add_replica(info.replica, group=info.group, limits=limits, on_trial=on_trial))
         self.changes.bump()
         self.wake_replicas()
+
+    def admit_replica(self, replica: ReplicaId) -> None:
+        """A replica has passed its trial. Does nothing where it is gone meanwhile."""
+        if replica in self._replicas:
+            self._publish(self.core.admit_replica(replica))
+            self.changes.bump()
+            self.wake_replicas()
+
+    def serving(self, group: str) -> list[ReplicaInfo]:
+        """The replicas of a group that are attached."""
+        return [known.info for known in self._replicas.values() if known.info.group == group]
 
     def remove_replica(self, replica: ReplicaId, *, blame: bool = True) -> None:
         """A replica is gone: its requests go on elsewhere, or wait. Does nothing where it is unknown.
@@ -201,6 +281,11 @@ class Engine:
         Raises:
             ValueError: an unknown group, a wrong weight, or none above 0.
         """
+        self.apply_weights(model, weights)
+        self.on_weights_set(weights)
+
+    def apply_weights(self, model: str, weights: Mapping[str, float]) -> None:
+        """As `set_weights`, by ourselves: nobody is told that somebody wished it."""
         self._publish(self.core.set_weights(model, weights))
         self.changes.bump()
         self.wake_replicas()
@@ -306,9 +391,12 @@ class Engine:
                 self._on_failed(live, event)
 
     def _on_tokens(self, live: LiveRequest, event: TokensMade) -> None:
-        if not live.has_tokens:
-            live.has_tokens = True
-            self._metrics.first_token(live, now=self._loop.time())
+        live.last_token_at = self._loop.time()
+        if live.first_token_at is None:
+            live.first_token_at = live.last_token_at
+            self._metrics.first_token(live, now=live.first_token_at)
+        if event.logprobs:
+            live.logprobs.extend(event.logprobs)
         live.sink.tokens(
             live.number, first_index=event.first_index, token_ids=event.token_ids, logprobs=event.logprobs
         )
@@ -319,6 +407,8 @@ class Engine:
         if live.placed_at is None:
             live.placed_at = self._loop.time()
             self._metrics.placed_first(live, info, now=live.placed_at, cached_tokens=event.cached_tokens)
+            for observer in self.observers:
+                observer.placed(live, info)
         live.trace.placed(
             group=info.group, worker=info.worker, chip=info.chip, cached_tokens=event.cached_tokens
         )
@@ -332,6 +422,10 @@ class Engine:
         self._forget(live)
         live.trace.finished(reason.value, completion_tokens=len(live.core.output))
         live.sink.finished(live.number, reason)
+        if reason is not FinishReason.CANCELLED:
+            self._tell_observers(live, None)
+        else:
+            self._tell_observers(live, Cancelled("cancelled by its client"))
 
     def _on_failed(self, live: LiveRequest, event: Failed) -> None:
         self._end_badly(live, error_of_failure(event))
@@ -340,6 +434,11 @@ class Engine:
         self._forget(live)
         live.trace.failed(error.code.name, error.reason)
         live.sink.failed(live.number, error)
+        self._tell_observers(live, error)
+
+    def _tell_observers(self, live: LiveRequest, error: MeshError | None) -> None:
+        for observer in self.observers:
+            observer.ended(live, error)
 
     def _forget(self, live: LiveRequest) -> None:
         self._live.discard(live)
@@ -348,6 +447,10 @@ class Engine:
         if not self._live:
             self._empty.set()
         self.changes.bump()
+
+
+def _untold(weights: Mapping[str, float]) -> None:
+    del weights
 
 
 def _own_copy(sampling: sampling_pb2.SamplingParameters) -> sampling_pb2.SamplingParameters:

@@ -46,6 +46,10 @@ class GroupTable:
                 reason="MODEL_MISMATCH",
             )
 
+    def config(self, name: str) -> GroupConfig:
+        """The settings of a group that was configured or joined. Raises KeyError for another one."""
+        return self._groups[name]
+
     def limits(
         self, registration: registry_pb2.RegisterRequest, attached: execution_pb2.AttachResponse
     ) -> ReplicaLimits:

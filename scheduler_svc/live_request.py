@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from chipmesh.device.v1alpha1 import sampling_pb2
@@ -47,6 +47,16 @@ class EventSink(Protocol):
         """It was refused or failed. Last event of a request."""
 
 
+class RequestObserver(Protocol):
+    """What wants to know of every request, beside whoever asked for it. Every call returns at once."""
+
+    def placed(self, live: LiveRequest, info: ReplicaInfo) -> None:
+        """It runs for the first time."""
+
+    def ended(self, live: LiveRequest, error: MeshError | None) -> None:
+        """It had its last event; error: where that was a bad one."""
+
+
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """From submit to its last event. Times are of the loop's clock, in seconds."""
@@ -59,11 +69,27 @@ class LiveRequest:
     submitted_at: float
     expiry: asyncio.TimerHandle | None = None
     placed_at: float | None = None
-    has_tokens: bool = False
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    logprobs: list[float] = field(default_factory=list)
+    """Of its output so far, where it asked for them."""
     replica: ReplicaId | None = None
     """Where it has a slot; None while it waits."""
     ending: MeshError | None = None
     """Why we cancel it, where it was not the gateway that asked."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Submit to first token, in seconds; None before."""
+        return None if self.first_token_at is None else self.first_token_at - self.submitted_at
+
+    @property
+    def token_gap_s(self) -> float | None:
+        """Mean time between tokens; None for fewer than two."""
+        count = len(self.core.output)
+        if self.first_token_at is None or self.last_token_at is None or count < 2:
+            return None
+        return (self.last_token_at - self.first_token_at) / (count - 1)
 
     @property
     def traceparent(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from importlib.metadata import version
 
@@ -10,12 +11,16 @@ from google.protobuf.duration_pb2 import Duration
 
 from chipmesh.scheduler.v1alpha1 import admin_pb2
 from scheduler_svc.engine import Engine
+from scheduler_svc.guards import GroupGuards
+from scheduler_svc.mirror import Mirror, Shadow
 from scheduler_svc.worker_pool import Member, WorkerPool, WorkerState
 
 _VERSION = version("chipmesh")
 _STATES = {
     WorkerState.ATTACHING: admin_pb2.ReplicaStatus.STATE_ATTACHING,
     WorkerState.READY: admin_pb2.ReplicaStatus.STATE_READY,
+    WorkerState.ON_TRIAL: admin_pb2.ReplicaStatus.STATE_ON_TRIAL,
+    WorkerState.KEPT_OUT: admin_pb2.ReplicaStatus.STATE_KEPT_OUT,
     WorkerState.DRAINING: admin_pb2.ReplicaStatus.STATE_DRAINING,
     WorkerState.LOST: admin_pb2.ReplicaStatus.STATE_LOST,
 }
@@ -24,9 +29,13 @@ _STATES = {
 class MeshView:
     """Makes a Mesh message of what engine and pool know now."""
 
-    def __init__(self, engine: Engine, pool: WorkerPool, *, scheduler_id: str) -> None:
+    def __init__(
+        self, engine: Engine, pool: WorkerPool, guards: GroupGuards, mirror: Mirror, *, scheduler_id: str
+    ) -> None:
         self._engine = engine
         self._pool = pool
+        self._guards = guards
+        self._mirror = mirror
         self._scheduler_id = scheduler_id
         self._loop = asyncio.get_running_loop()
         self._started_at = self._loop.time()
@@ -44,6 +53,9 @@ class MeshView:
         scheduler.gateways = gateways
         for group in snapshot.groups:
             status = mesh.groups.add(name=group.name, model=group.model, weight=group.weight)
+            status.rolled_back = self._guards.reasons.get(group.name, "")
+            if (shadow := self._mirror.shadows.get(group.name)) is not None:
+                status.shadow.CopyFrom(_shadow_status(shadow))
             for member in self._pool.members:
                 if member.registration.group == group.name:
                     self._add_replica(status, member)
@@ -66,6 +78,7 @@ class MeshView:
             numeric_class=registration.loaded_model.numeric_class,
             executor_pid=registration.executor_pid,
             supervisor_pid=registration.supervisor_pid,
+            message=member.kept_out or member.lost or "",
         )
         status.pages.SetInParent()
         if member.link is not None and member.link.attached:
@@ -88,3 +101,9 @@ class MeshView:
         pages = batcher.pages
         status.pages.total, status.pages.free = pages.total, pages.free
         status.pages.cached, status.pages.held = pages.cached, pages.held
+
+
+def _shadow_status(shadow: Shadow) -> admin_pb2.ShadowStatus:
+    return admin_pb2.ShadowStatus(
+        shadow_group=shadow.group, share=shadow.share, **dataclasses.asdict(shadow.count)
+    )

@@ -82,10 +82,17 @@ class SchedulerMetrics:
         self.identity_violations = metrics.counter(
             "page_identity_violations_total", "Idle replicas whose pages did not add up"
         )
+        self._rollbacks = metrics.counter(
+            "group_rollbacks_total", "Groups that lost their traffic to their bounds", labels=("group",)
+        )
         self.traffic_file_errors = metrics.counter(
             "traffic_file_errors_total", "Contents of the traffic file that could not be used"
         )
         self._series: dict[ReplicaId, _ReplicaSeries] = {}
+
+    def group_rolled_back(self, group: str) -> None:
+        """A guard took a group's traffic away."""
+        self._rollbacks.labels(group).inc()
 
     def replica_added(self, info: ReplicaInfo) -> None:
         """Make the series of a replica; those of an executor before it on the same worker go on."""

@@ -19,6 +19,7 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.executor_link import ExecutorLink, LinkSettings
 from scheduler_svc.groups import GroupTable
 from scheduler_svc.live_request import ReplicaInfo
+from scheduler_svc.parity import ParityGate, other_class
 
 log = get_logger(__name__)
 
@@ -29,6 +30,8 @@ class WorkerState(enum.Enum):
     """What a worker is to the mesh."""
 
     ATTACHING = "attaching"
+    ON_TRIAL = "on_trial"
+    KEPT_OUT = "kept_out"
     READY = "ready"
     DRAINING = "draining"
     LOST = "lost"
@@ -50,6 +53,10 @@ class Member:
     """Why the lease ended, where it did."""
     broken: bool = False
     """The last attachment ended and no new one has been made."""
+    on_trial: bool = False
+    """Answers parity prompts before it takes requests."""
+    kept_out: str = ""
+    """Why it takes no requests, where it did not pass."""
     next_instance_id: str = ""
     """The executor that the holder of the lease has announced in place of this one."""
     link: ExecutorLink | None = None
@@ -74,7 +81,9 @@ class Member:
         if self.draining:
             return WorkerState.DRAINING
         if self.link is not None and self.link.attached:
-            return WorkerState.READY
+            if self.kept_out:
+                return WorkerState.KEPT_OUT
+            return WorkerState.ON_TRIAL if self.on_trial else WorkerState.READY
         return WorkerState.LOST if self.broken else WorkerState.ATTACHING
 
 
@@ -211,6 +220,8 @@ class WorkerPool:
         """Release every executor; return when all links have ended."""
         for member in self._members.values():
             self._release(member, "the scheduler stops")
+        for task in self._keepers:
+            task.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
     def _release(self, member: Member, reason: str) -> None:
@@ -307,7 +318,36 @@ class WorkerPool:
         limits = self._groups.limits(registration, response)
         member.broken = False
         log.info("executor attached", worker=member.worker, epoch=response.epoch, limits=repr(limits))
-        self._engine.add_replica(info, limits, wake=link.wake)
+        parity = self._groups.config(info.group).parity
+        peer = None if parity is None else other_class(info, self._serving(info.group, but=member))
+        member.on_trial, member.kept_out = peer is not None, ""
+        self._engine.add_replica(info, limits, wake=link.wake, on_trial=member.on_trial)
+        if parity is not None and peer is not None:
+            trial = asyncio.create_task(
+                self._try(member, link, ParityGate(self._engine, parity), info, peer),
+                name=f"parity of {member.worker}",
+            )
+            self._keepers.add(trial)
+            trial.add_done_callback(self._keepers.discard)
+
+    def _serving(self, group: str, *, but: Member) -> list[ReplicaInfo]:
+        ready = {each.replica for each in self._members.values() if each.state is WorkerState.READY}
+        return [info for info in self._engine.serving(group) if info.replica in ready - {but.replica}]
+
+    async def _try(
+        self, member: Member, link: ExecutorLink, gate: ParityGate, info: ReplicaInfo, peer: ReplicaInfo
+    ) -> None:
+        """Let a replica in once it answers as its peer does; one that does not stays attached, unused."""
+        reason = await gate.reason_to_keep_out(info, peer)
+        if member.link is not link or not link.attached:
+            return  # It is gone, and its successor has a trial of its own.
+        member.on_trial, member.kept_out = False, reason
+        if reason:
+            log.error("replica kept out", worker=info.worker, numeric_class=info.numeric_class, reason=reason)
+        else:
+            log.info("replica passed the parity gate", worker=info.worker, peer=peer.worker)
+            self._engine.admit_replica(info.replica)
+        self._engine.changes.bump()
 
 
 async def _run(link: ExecutorLink) -> str:

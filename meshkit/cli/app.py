@@ -220,6 +220,21 @@ def traffic_set(
     return EXIT_OK
 
 
+@traffic.command("shadow")
+def traffic_shadow(
+    source: Annotated[str, typer.Argument(help="Group whose requests are mirrored.")],
+    shadow: Annotated[str, typer.Argument(help="Group that gets the copies; its answers are not served.")],
+    share: Annotated[float, typer.Option(min=0, max=1, help="Share of requests; 0 ends it.")] = 0.1,
+    endpoint: SchedulerEndpoint = None,
+    as_json: AsJson = False,
+) -> int:
+    """Mirror a share of a group's requests to another group and compare the answers."""
+    from meshkit.cli.traffic import set_shadow
+
+    set_shadow(source=source, shadow=shadow, share=share, endpoint=endpoint, as_json=as_json)
+    return EXIT_OK
+
+
 @app.command()
 def pull(
     name: Annotated[str, typer.Argument(help="Name of a model, for instance smollm2-135m.")],
@@ -390,7 +405,7 @@ def diff(
     layers: Annotated[bool, typer.Option("--layers", help="Show each side's statistics by layer.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Run one input on two back ends: the first layer and operator that diverge. Exit code 1 where one does."""
+    """Run one input on two back ends; name the first layer and operator that diverge. Exit code 1 if any."""
     from meshkit.cli.backend_options import read_backend_options
     from meshkit.cli.tools import run_named_tool
 
@@ -404,6 +419,33 @@ def diff(
         request={"dtype": dtype, "load_format": load_format, "quantization": quantization},
         prompt=prompt,
         layers=layers,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def simulate(
+    fleet: Annotated[Path, typer.Option(help="JSON with groups of replicas of modelled chips.")],
+    trace: Annotated[Path | None, typer.Option(help="JSONL in Mooncake's form. Default: synthetic.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="At most so many requests.")] = None,
+    rate: Annotated[float, typer.Option(min=1e-6, help="Synthetic: requests per second.")] = 10.0,
+    speed: Annotated[float, typer.Option(min=1e-6, help="Replay a trace at so many times its pace.")] = 1.0,
+    ttft_bound_ms: Annotated[float, typer.Option(min=0, help="Goodput: longest time to first token.")] = 2000,
+    tpot_bound_ms: Annotated[float, typer.Option(min=0, help="Goodput: longest time per token.")] = 100,
+    as_json: AsJson = False,
+) -> int:
+    """Replay requests through the real scheduler core on modelled chips, on a virtual clock."""
+    from meshkit.cli.tools import run_named_tool
+
+    return run_named_tool(
+        "simulate",
+        fleet=fleet,
+        trace=trace,
+        requests=requests,
+        rate=rate,
+        speed=speed,
+        ttft_bound_ms=ttft_bound_ms,
+        tpot_bound_ms=tpot_bound_ms,
         as_json=as_json,
     )
 

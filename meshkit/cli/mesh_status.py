@@ -65,6 +65,7 @@ def describe_status(mesh: admin_pb2.Mesh, *, endpoint: str) -> dict[str, Any]:
                 "name": group.name,
                 "model": group.model,
                 "weight": group.weight,
+                "rolled_back": group.rolled_back,
                 "replicas": [_describe_replica(replica) for replica in group.replicas],
             }
             for group in mesh.groups
@@ -82,6 +83,7 @@ def _describe_replica(replica: admin_pb2.ReplicaStatus) -> dict[str, Any]:
     return {
         **{name: getattr(replica, name) for name in plain},
         "state": _state_name(replica.state),
+        "message": replica.message,
         "pages": {"total": pages.total, "free": pages.free, "cached": pages.cached, "held": pages.held},
     }
 

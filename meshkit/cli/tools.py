@@ -17,6 +17,7 @@ MODULES = {
     "verify": "plugins.verification.verify",
     "collectives": "plugins.verification.collectives",
     "plan": "worker_svc.plan_command",
+    "simulate": "scheduler_svc.simulation.command",
     "diff": "worker_svc.diff.command",
 }
 

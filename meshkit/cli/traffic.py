@@ -43,6 +43,17 @@ def set_traffic(words: Sequence[str], *, model: str, endpoint: str | None, as_js
     _print(describe_traffic(asyncio.run(_change(address, model, weights))), as_json=as_json)
 
 
+def set_shadow(*, source: str, shadow: str, share: float, endpoint: str | None, as_json: bool) -> None:
+    """Mirror a share of a group's requests to another group, 0 to end it, and print what holds then.
+
+    Raises:
+        MeshError: as `set_traffic`.
+    """
+    address = require_endpoint(state_dir_from_environment(), kind="scheduler", given=endpoint)
+    request = admin_pb2.SetShadowRequest(source_group=source, shadow_group=shadow, share=share)
+    _print(describe_traffic(asyncio.run(_mirror(address, request))), as_json=as_json)
+
+
 def read_weights(words: Sequence[str]) -> dict[str, float]:
     """Weights by group of words such as "gpu=80".
 
@@ -72,13 +83,40 @@ def describe_traffic(mesh: admin_pb2.Mesh) -> dict[str, Any]:
     models: dict[str, list[dict[str, Any]]] = {}
     for group in mesh.groups:
         ready = sum(each.state == admin_pb2.ReplicaStatus.STATE_READY for each in group.replicas)
-        line = {"group": group.name, "weight": group.weight, "ready": ready}
+        line: dict[str, Any] = {"group": group.name, "weight": group.weight, "ready": ready}
+        if group.rolled_back:
+            line["rolled_back"] = group.rolled_back
+        if group.HasField("shadow"):
+            line["shadow"] = describe_shadow(group.shadow)
         models.setdefault(group.model, []).append(line)
     for lines in models.values():
         total = sum(line["weight"] for line in lines if line["ready"])
         for line in lines:
             line["share"] = round(line["weight"] / total, 4) if total and line["ready"] else 0.0
     return {"models": models}
+
+
+def describe_shadow(shadow: admin_pb2.ShadowStatus) -> dict[str, Any]:
+    """Counts of the copies, and `agreement`: the share of served tokens that the copies had too."""
+    counts = {
+        name: getattr(shadow, name)
+        for name in ("share", "mirrored", "compared", "identical", "tokens", "equal_tokens", "failed")
+    }
+    agreement = shadow.equal_tokens / shadow.tokens if shadow.tokens else None
+    return {
+        "group": shadow.shadow_group,
+        **counts,
+        "agreement": None if agreement is None else round(agreement, 4),
+        "max_logprob_gap": shadow.max_logprob_gap,
+    }
+
+
+async def _mirror(address: str, request: admin_pb2.SetShadowRequest) -> admin_pb2.Mesh:
+    async with open_channel(address) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        with translated_errors(address, service="scheduler"):
+            await stub.SetShadow(request, timeout=STATUS_TIMEOUT_S)
+    return await fetch_mesh(address)
 
 
 async def _change(address: str, model: str, weights: dict[str, float]) -> admin_pb2.Mesh:
@@ -101,11 +139,23 @@ def _print(traffic: dict[str, Any], *, as_json: bool) -> None:
             table.add_column(column, justify="left" if column in ("group", "") else "right")
         for line in lines:
             bar = "█" * round(line["share"] * _BAR_CELLS)
-            note = "" if line["ready"] or not line["weight"] else " (hands its share on)"
+            note = _note(line)
             table.add_row(
                 line["group"], f"{line['weight']:g}", f"{line['share']:.0%}", bar + note, str(line["ready"])
             )
         console.print(table)
+
+
+def _note(line: dict[str, Any]) -> str:
+    if "rolled_back" in line:
+        return f" rolled back: {line['rolled_back']}"
+    if not line["ready"] and line["weight"]:
+        return " (hands its share on)"
+    if "shadow" not in line:
+        return ""
+    shadow = line["shadow"]
+    agreement = "nothing compared yet" if shadow["agreement"] is None else f"{shadow['agreement']:.1%} agree"
+    return f" {shadow['share']:.0%} mirrored to {shadow['group']}: {agreement}"
 
 
 def _wrong(message: str) -> InvalidArgument:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.affinity import Affinity
 from scheduler_svc.core.batcher import Batcher
 from scheduler_svc.core.errors import QueueFull, RequestTooLarge, UnknownModel, UnknownReplica
-from scheduler_svc.core.placement import Candidate, WeightedTurns, choose_replica
+from scheduler_svc.core.placement import ALLOWED_IMBALANCE, Candidate, WeightedTurns, choose_replica
 from scheduler_svc.core.policy import make_policy
 from scheduler_svc.core.structures import (
     Event,
@@ -23,6 +24,8 @@ from scheduler_svc.core.structures import (
 )
 from scheduler_svc.core.token_key import token_key
 
+_MOST_CANDIDATES = 16
+"""Replicas whose cache is looked into for one request; more would cost more than their prefix saves."""
 MAX_DEATHS = 2
 """Replicas that may die under a request before it is quarantined."""
 
@@ -31,6 +34,8 @@ MAX_DEATHS = 2
 class _Replica:
     batcher: Batcher
     draining: bool = False
+    on_trial: bool = False
+    """Takes requests that are pinned to it, and no others."""
 
 
 @dataclass(slots=True)
@@ -39,14 +44,56 @@ class _Group:
     model: str
     weight: float
     replicas: dict[ReplicaId, _Replica] = field(default_factory=dict)
+    ready: list[Batcher] = field(default_factory=list)
+    """Batchers of replicas that do not drain."""
+    common_room: int = 0
+    """Tokens that every ready replica has room for."""
+    affinity: Affinity = field(default_factory=Affinity)
+
+    def refresh(self) -> None:
+        """Replicas came, went, drain or passed their trial."""
+        self.ready = [
+            each.batcher for each in self.replicas.values() if not each.draining and not each.on_trial
+        ]
+        self.common_room = min((each.room_tokens for each in self.ready), default=0)
 
     def takers(self, request: Request) -> list[Batcher]:
         """Batchers that can take a request."""
-        return [
-            replica.batcher
-            for replica in self.replicas.values()
-            if not replica.draining and replica.batcher.fits(request)
-        ]
+        if request.length < self.common_room:
+            return self.ready
+        return [batcher for batcher in self.ready if batcher.fits(request)]
+
+    def place(self, request: Request, takers: list[Batcher]) -> Batcher:
+        """Choose one of `takers` and add the request to its queue."""
+        if len(takers) == 1:
+            takers[0].add(request)
+            return takers[0]
+        key = token_key(request.prompt) + token_key(request.output)
+        batcher = self._best(request, takers, key)
+        batcher.add(request)
+        self.affinity.remember(key, salt=request.salt, replica=batcher.replica)
+        return batcher
+
+    def _best(self, request: Request, takers: list[Batcher], key: bytes) -> Batcher:
+        """By cached prefix and load: the idlest against those that had the prefix and are hardly busier."""
+        loads = [batcher.load for batcher in takers]
+        idlest = takers[loads.index(min(loads))]
+        bound = idlest.load + ALLOWED_IMBALANCE
+        near: list[Batcher] = []
+        for replica in self.affinity.candidates(key, salt=request.salt):
+            known = self.replicas[replica]
+            if (
+                not known.draining
+                and not known.on_trial
+                and known.batcher.load <= bound
+                and known.batcher.fits(request)
+            ):
+                near.append(known.batcher)
+                if len(near) == _MOST_CANDIDATES:
+                    break
+        near.append(idlest)
+        matches = [Candidate(each.matched_tokens(request, key=key), each.load) for each in near]
+        return near[choose_replica(matches)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +196,12 @@ class MeshCore:
         if not any(weights.values()):
             raise ValueError(f"all weights of model {model!r} would be 0; give one group more")
 
-    def add_replica(self, replica: ReplicaId, *, group: str, limits: ReplicaLimits) -> list[Event]:
+    def add_replica(
+        self, replica: ReplicaId, *, group: str, limits: ReplicaLimits, on_trial: bool = False
+    ) -> list[Event]:
         """A replica takes requests from now on; those that wait unplaced go there first.
+
+        on_trial: until `admit_replica` it takes those only that are pinned to it.
 
         Raises:
             ValueError: the group is not configured, or the replica is in the mesh already.
@@ -166,7 +217,8 @@ class MeshCore:
             replica=replica,
             conservativeness=self._conservativeness,
         )
-        self._groups[group].replicas[replica] = _Replica(batcher)
+        self._groups[group].replicas[replica] = _Replica(batcher, on_trial=on_trial)
+        self._groups[group].refresh()
         self._group_of[replica] = self._groups[group]
         return self._place_waiting()
 
@@ -179,7 +231,10 @@ class MeshCore:
             UnknownReplica: it is not in the mesh.
         """
         lost = self._replica(replica).batcher.lose(blame=blame)
-        del self._group_of.pop(replica).replicas[replica]
+        group = self._group_of.pop(replica)
+        del group.replicas[replica]
+        group.affinity.forget(replica)
+        group.refresh()
         events: list[Event] = []
         for request in lost:
             if request.deaths >= MAX_DEATHS:
@@ -188,6 +243,16 @@ class MeshCore:
                 self._unplaced[request.id] = request
         return events + self._place_waiting()
 
+    def admit_replica(self, replica: ReplicaId) -> list[Event]:
+        """A replica has passed its trial. Without effect where it was on none.
+
+        Raises:
+            UnknownReplica: it is not in the mesh.
+        """
+        self._replica(replica).on_trial = False
+        self._group_of[replica].refresh()
+        return self._place_waiting()
+
     def drain_replica(self, replica: ReplicaId) -> None:
         """Nothing new goes to a replica; what it has goes on.
 
@@ -195,6 +260,7 @@ class MeshCore:
             UnknownReplica: it is not in the mesh.
         """
         self._replica(replica).draining = True
+        self._group_of[replica].refresh()
 
     def batcher(self, replica: ReplicaId) -> Batcher:
         """The batcher of a replica.
@@ -215,8 +281,8 @@ class MeshCore:
 
     # ------------------------------------------------------------ requests
 
-    def submit(self, request: Request) -> list[Event]:
-        """Take a request: onto a replica, or to wait for one that is ready.
+    def submit(self, request: Request) -> ReplicaId | None:
+        """Take a request: into the queue of a replica, which is returned, or to wait for one that is ready.
 
         Raises:
             UnknownModel: no group serves its model.
@@ -226,12 +292,21 @@ class MeshCore:
         models = {group.model for group in self._groups.values()}
         if request.model not in models:
             raise UnknownModel(request.model, models)
-        queued = self.waiting + sum(batcher.waiting for batcher in self._batchers())
-        if queued >= self._max_queued_requests:
+        if self._is_full():
             raise QueueFull(self._max_queued_requests)
-        if not self._place(request):
+        placed = self._place(request)
+        if placed is None:
             self._unplaced[request.id] = request
-        return []
+        return placed
+
+    def _is_full(self) -> bool:
+        """Whether as many requests wait as may. Counted only where so many requests are here at all."""
+        live = self.waiting + sum(
+            [batcher.load for group in self._groups.values() for batcher in group.ready]
+        )
+        if live < self._max_queued_requests:
+            return False
+        return self.waiting + sum(each.waiting for each in self._batchers()) >= self._max_queued_requests
 
     def cancel(self, request: Request) -> list[Event]:
         """End a request, wherever it is. Idempotent: without effect once it has had its last event."""
@@ -243,32 +318,36 @@ class MeshCore:
                 return events
         return []
 
-    def _place(self, request: Request) -> bool:
-        """Put a request into the queue of a replica; False where none is ready.
+    def _place(self, request: Request) -> ReplicaId | None:
+        """Put a request into the queue of a replica; None where none is ready.
 
         Raises:
             RequestTooLarge: there are ready replicas, and it fits none of them.
         """
-        takers: dict[str, list[Batcher]] = {}
-        for group in self._groups.values():
-            if group.model == request.model and group.weight > 0 and (able := group.takers(request)):
-                takers[group.name] = able
-        chosen = self._turns[request.model].choose({name: self._groups[name].weight for name in takers})
+        if request.pinned_replica is not None:
+            batcher = self._replica(request.pinned_replica).batcher
+            batcher.add(request)
+            return batcher.replica
+        takers = {group.name: able for group in self._serving(request) if (able := group.takers(request))}
+        chosen: str | None = request.group
+        if chosen not in takers:
+            weights = {name: self._groups[name].weight for name in takers}
+            chosen = self._turns[request.model].choose(weights)
         if chosen is None:
             self._check_size(request)
-            return False
-        _least_work(takers[chosen], request).add(request)
-        return True
+            return None
+        request.group = chosen
+        return self._groups[chosen].place(request, takers[chosen]).replica
+
+    def _serving(self, request: Request) -> list[_Group]:
+        """Groups that a request may go to."""
+        if request.is_pinned:
+            return [group for group in self._groups.values() if group.name == request.group]
+        return [each for each in self._groups.values() if each.model == request.model and each.weight > 0]
 
     def _check_size(self, request: Request) -> None:
         """A request that no ready replica of its model can hold is told so, rather than left to wait."""
-        rooms = [
-            known.batcher.room_tokens
-            for group in self._groups.values()
-            if group.model == request.model and group.weight > 0
-            for known in group.replicas.values()
-            if not known.draining
-        ]
+        rooms = [batcher.room_tokens for group in self._serving(request) for batcher in group.ready]
         if rooms:
             raise RequestTooLarge(tokens=request.length, room_tokens=max(rooms))
 
@@ -278,7 +357,7 @@ class MeshCore:
         waiting = sorted(self._unplaced.values(), key=lambda request: (-request.priority, request.id))
         for request in waiting:
             try:
-                is_placed = self._place(request)
+                is_placed = self._place(request) is not None
             except RequestTooLarge as error:
                 events.append(Failed(request, "REQUEST_TOO_LARGE", str(error)))
                 is_placed = True
@@ -300,17 +379,6 @@ class MeshCore:
             for group in self._groups.values()
         )
         return MeshSnapshot(waiting=self.waiting, groups=groups)
-
-
-def _least_work(batchers: list[Batcher], request: Request) -> Batcher:
-    if len(batchers) == 1:
-        return batchers[0]
-    key = token_key(request.prompt) + token_key(request.output)
-    candidates = [
-        Candidate(batcher.matched_tokens(request, key=key), batcher.running + batcher.waiting)
-        for batcher in batchers
-    ]
-    return batchers[choose_replica(candidates)]
 
 
 def _snapshot(replica: ReplicaId, known: _Replica) -> ReplicaSnapshot:

@@ -12,6 +12,7 @@ from meshkit.errors import InvalidArgument, Unimplemented
 from meshkit.rpc.handlers import Context
 from scheduler_svc.engine import Engine
 from scheduler_svc.mesh_view import MeshView
+from scheduler_svc.mirror import Mirror
 from scheduler_svc.worker_pool import WorkerPool
 
 WATCH_INTERVAL_S = 0.1
@@ -26,6 +27,7 @@ class AdminServicer(AdminServiceServicer):
         engine: Engine,
         pool: WorkerPool,
         view: MeshView,
+        mirror: Mirror,
         *,
         gateway_count: Callable[[], int],
         drain_timeout_s: float,
@@ -33,6 +35,7 @@ class AdminServicer(AdminServiceServicer):
         self._engine = engine
         self._pool = pool
         self._view = view
+        self._mirror = mirror
         self._gateway_count = gateway_count
         self._drain_timeout_s = drain_timeout_s
 
@@ -107,7 +110,9 @@ class AdminServicer(AdminServiceServicer):
     async def SetShadow(
         self, request: admin_pb2.SetShadowRequest, context: Context
     ) -> admin_pb2.SetShadowResponse:
-        _refuse("SetShadow", "no traffic is mirrored")
+        self._mirror.set_shadow(source=request.source_group, shadow=request.shadow_group, share=request.share)
+        self._engine.changes.bump()
+        return admin_pb2.SetShadowResponse()
 
 
 def _refuse(name: str, way_out: str) -> NoReturn:

@@ -66,13 +66,20 @@ class FakeExecutor(ExecutionServiceServicer, PluginServiceServicer):
 
     def __init__(
         self, instance_id: str, *, page_count: int = 64, page_size: int = 4, max_slots: int = 8,
-        context_tokens: int = 200,
+        context_tokens: int = 200, numeric_class: str = "exact", logprob: float = -0.5,
+        skew_after: int = 1000,
     ) -> None:  # fmt: skip
         self.instance_id = instance_id
         self.page_count, self.page_size, self.max_slots = page_count, page_size, max_slots
         self.model = execution_pb2.LoadedModel(
-            architecture="Hash", vocab_size=VOCAB_SIZE, context_tokens=context_tokens, numeric_class="exact"
+            architecture="Hash",
+            vocab_size=VOCAB_SIZE,
+            context_tokens=context_tokens,
+            numeric_class=numeric_class,
         )
+        self.logprob = logprob
+        self.skew_after = skew_after
+        """Sequences longer than so many tokens get wrong ones."""
         self.epoch = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -231,11 +238,12 @@ class FakeExecutor(ExecutionServiceServicer, PluginServiceServicer):
             slot.last_token = None
             result.failures.add(slot=number, reason=self.fail_slots.pop(number), message="made to fail")
             return
-        slot.last_token = sample(self._digest_through_pages(slot))
+        right = sample(self._digest_through_pages(slot))
+        slot.last_token = right if slot.length < self.skew_after else (right + 1) % VOCAB_SIZE
         result.slots.append(number)
         result.token_ids.append(slot.last_token)
         if slot.admitted.sampling.logprobs:
-            result.logprobs.append(-0.5)
+            result.logprobs.append(self.logprob)
 
     def _write(self, slot: SlotState, position: int, token: int) -> None:
         page, offset = divmod(position, self.page_size)

@@ -146,8 +146,6 @@ async def test_what_this_version_lacks_says_so(mesh: Any) -> None:
     async with mesh() as m:
         with pytest.raises(Unimplemented, match="not in this version"):
             await m.call(m.admin.SetGroup, admin_pb2.SetGroupRequest(group="g"))
-        with pytest.raises(Unimplemented, match="not in this version"):
-            await m.call(m.admin.SetShadow, admin_pb2.SetShadowRequest())
         swap = m.admin.SwapChip(admin_pb2.SwapChipRequest(worker="w0"))
         with pytest.raises(Unimplemented, match="not in this version"):
             await m.call(lambda _: swap.read(), None)

@@ -190,15 +190,23 @@ class GroupStatus(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    ROLLED_BACK_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     model: _builtins.str
     """Model that it serves."""
     weight: _builtins.float
     """Weight among the groups of the model."""
+    rolled_back: _builtins.str
+    """Why its guard took its traffic away; empty where it did not."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
         """Its replicas."""
+
+    @_builtins.property
+    def shadow(self) -> Global___ShadowStatus:
+        """What is mirrored to another group, if anything."""
 
     def __init__(
         self,
@@ -207,14 +215,70 @@ class GroupStatus(_message.Message):
         model: _builtins.str = ...,
         weight: _builtins.float = ...,
         replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
+        rolled_back: _builtins.str = ...,
+        shadow: Global___ShadowStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "name", b"name", "replicas", b"replicas", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "name", b"name", "replicas", b"replicas", "rolled_back", b"rolled_back", "shadow", b"shadow", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupStatus: _TypeAlias = GroupStatus  # noqa: Y015
+
+@_typing.final
+class ShadowStatus(_message.Message):
+    """ShadowStatus tells of a group's mirrored traffic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHADOW_GROUP_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    MIRRORED_FIELD_NUMBER: _builtins.int
+    COMPARED_FIELD_NUMBER: _builtins.int
+    IDENTICAL_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    EQUAL_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_LOGPROB_GAP_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    shadow_group: _builtins.str
+    """Group that gets the copies."""
+    share: _builtins.float
+    """Share of requests in [0, 1]."""
+    mirrored: _builtins.int
+    """Copies started."""
+    compared: _builtins.int
+    """Copies compared with what was served."""
+    identical: _builtins.int
+    """Copies whose tokens were all equal."""
+    tokens: _builtins.int
+    """Tokens served by the requests that were compared."""
+    equal_tokens: _builtins.int
+    """Tokens of those before the first one that differs."""
+    max_logprob_gap: _builtins.float
+    """Largest difference of the log-probability of an equal token, of requests that asked for them."""
+    failed: _builtins.int
+    """Copies that failed or were refused."""
+    def __init__(
+        self,
+        *,
+        shadow_group: _builtins.str = ...,
+        share: _builtins.float = ...,
+        mirrored: _builtins.int = ...,
+        compared: _builtins.int = ...,
+        identical: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        equal_tokens: _builtins.int = ...,
+        max_logprob_gap: _builtins.float = ...,
+        failed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compared", b"compared", "equal_tokens", b"equal_tokens", "failed", b"failed", "identical", b"identical", "max_logprob_gap", b"max_logprob_gap", "mirrored", b"mirrored", "shadow_group", b"shadow_group", "share", b"share", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShadowStatus: _TypeAlias = ShadowStatus  # noqa: Y015
 
 @_typing.final
 class ReplicaStatus(_message.Message):
@@ -238,6 +302,10 @@ class ReplicaStatus(_message.Message):
         """Ends what it has and takes nothing new."""
         STATE_LOST: ReplicaStatus._State.ValueType  # 4
         """Lost: its lease ended or its stream broke."""
+        STATE_ON_TRIAL: ReplicaStatus._State.ValueType  # 5
+        """Answers parity prompts before it takes requests."""
+        STATE_KEPT_OUT: ReplicaStatus._State.ValueType  # 6
+        """Did not pass, and takes no requests; message says why."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper):
         """State of a replica."""
@@ -252,6 +320,10 @@ class ReplicaStatus(_message.Message):
     """Ends what it has and takes nothing new."""
     STATE_LOST: ReplicaStatus.State.ValueType  # 4
     """Lost: its lease ended or its stream broke."""
+    STATE_ON_TRIAL: ReplicaStatus.State.ValueType  # 5
+    """Answers parity prompts before it takes requests."""
+    STATE_KEPT_OUT: ReplicaStatus.State.ValueType  # 6
+    """Did not pass, and takes no requests; message says why."""
 
     WORKER_FIELD_NUMBER: _builtins.int
     CHIP_FIELD_NUMBER: _builtins.int
@@ -270,6 +342,7 @@ class ReplicaStatus(_message.Message):
     RETRACTED_COUNT_FIELD_NUMBER: _builtins.int
     EXECUTOR_PID_FIELD_NUMBER: _builtins.int
     SUPERVISOR_PID_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """The worker."""
     chip: _builtins.str
@@ -302,6 +375,8 @@ class ReplicaStatus(_message.Message):
     """Process id of the executor."""
     supervisor_pid: _builtins.int
     """Process id of the supervisor."""
+    message: _builtins.str
+    """Why it is in its state, where that needs words."""
     @_builtins.property
     def pages(self) -> Global___PageStatus:
         """Its pages."""
@@ -326,10 +401,11 @@ class ReplicaStatus(_message.Message):
         retracted_count: _builtins.int = ...,
         executor_pid: _builtins.int = ...,
         supervisor_pid: _builtins.int = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chip", b"chip", "chunk_tokens", b"chunk_tokens", "emulated", b"emulated", "epoch", b"epoch", "executor_pid", b"executor_pid", "instance_id", b"instance_id", "max_running_requests", b"max_running_requests", "numeric_class", b"numeric_class", "page_size_tokens", b"page_size_tokens", "pages", b"pages", "retracted_count", b"retracted_count", "running", b"running", "state", b"state", "step_seq", b"step_seq", "supervisor_pid", b"supervisor_pid", "waiting", b"waiting", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chip", b"chip", "chunk_tokens", b"chunk_tokens", "emulated", b"emulated", "epoch", b"epoch", "executor_pid", b"executor_pid", "instance_id", b"instance_id", "max_running_requests", b"max_running_requests", "message", b"message", "numeric_class", b"numeric_class", "page_size_tokens", b"page_size_tokens", "pages", b"pages", "retracted_count", b"retracted_count", "running", b"running", "state", b"state", "step_seq", b"step_seq", "supervisor_pid", b"supervisor_pid", "waiting", b"waiting", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
