@@ -12,7 +12,7 @@ from typing import Any
 
 from meshkit.address import TcpAddress
 from meshkit.cli.device_groups import Device, DeviceGroup, parse_device_groups
-from meshkit.cli.options import MeshOptions
+from meshkit.cli.options import GroupOptions, MeshOptions
 from meshkit.cli.state import StateDir
 from meshkit.errors import InvalidArgument
 
@@ -46,6 +46,8 @@ class GroupPlan:
     model: str
     model_path: Path
     chunk_tokens: int | None
+    canary: Mapping[str, Any]
+    """guard and parity, as the scheduler's groups have them."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,9 @@ def plan_mesh(options: MeshOptions, models: Mapping[str, OpenedModel]) -> MeshPl
         InvalidArgument, Unimplemented: as `parse_device_groups`; a chunk size that is no number of tokens;
             two models under one name, or a backend option that is for no backend or could be for several.
     """
+    own = {group.name: group for group in options.groups}
     groups = tuple(
-        _plan_group(group, settings, weight, models[settings.model_path])
+        _plan_group(group, settings, weight, models[settings.model_path], own.get(group.name))
         for group, settings, weight in _groups(options)
     )
     _check_models(groups)
@@ -131,7 +134,9 @@ def _groups(options: MeshOptions) -> list[tuple[DeviceGroup, MeshOptions, float]
     ]
 
 
-def _plan_group(group: DeviceGroup, settings: MeshOptions, weight: float, model: OpenedModel) -> GroupPlan:
+def _plan_group(
+    group: DeviceGroup, settings: MeshOptions, weight: float, model: OpenedModel, own: GroupOptions | None
+) -> GroupPlan:
     return GroupPlan(
         name=group.name,
         devices=group.devices,
@@ -140,6 +145,7 @@ def _plan_group(group: DeviceGroup, settings: MeshOptions, weight: float, model:
         model=settings.served_model_name or model.name,
         model_path=model.path,
         chunk_tokens=_chunk_tokens(settings, context_tokens=settings.context_length or model.context_tokens),
+        canary=_without_none({"guard": own.guard, "parity": own.parity}) if own is not None else {},
     )
 
 
@@ -227,7 +233,8 @@ def _scheduler_group(group: GroupPlan) -> dict[str, Any]:
         "chunked_prefill_size": group.chunk_tokens,
         "max_running_requests": group.settings.max_running_requests,
     }
-    return {"name": group.name, "model": group.model, "weight": group.weight, **_without_none(ceilings)}
+    named = {"name": group.name, "model": group.model, "weight": group.weight}
+    return {**named, **_without_none(ceilings), **group.canary}
 
 
 def gateway_config(plan: MeshPlan, *, state: StateDir, scheduler_address: str) -> dict[str, Any]:

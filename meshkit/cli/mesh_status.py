@@ -110,6 +110,22 @@ def print_table(status: dict[str, Any]) -> None:
         for replica in group["replicas"] or [None]:
             table.add_row(group["name"], group["model"], f"{group['weight']:g}", *_replica_cells(replica))
     console.print(table)
+    for line in _words(status):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _words(status: dict[str, Any]) -> list[str]:
+    """What numbers do not say: why a group or a replica has no traffic."""
+    lines: list[str] = []
+    for group in status["groups"]:
+        if group["rolled_back"]:
+            lines.append(f"group {group['name']} was rolled back: {group['rolled_back']}")
+        lines += [
+            f"worker {replica['worker']} ({replica['state']}): {replica['message']}"
+            for replica in group["replicas"]
+            if replica["message"]
+        ]
+    return lines
 
 
 def _replica_cells(replica: dict[str, Any] | None) -> list[str]:

@@ -14,7 +14,8 @@ class GroupOptions(FrozenConfig):
     """One group of a groups file. What it leaves out is as the flags say.
 
     devices: members as `--device-groups` has them, for one group: "cpu:0,cpu:1". weight: among the groups of
-    its model. chunked_prefill_size and max_running_requests are ceilings over what each replica reports.
+    its model. guard, parity: as the scheduler's groups have them (docs/operating.md).
+    chunked_prefill_size and max_running_requests are ceilings over what each replica reports.
     """
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -35,6 +36,8 @@ class GroupOptions(FrozenConfig):
     context_length: int | None = None
     strict: bool | None = None
     executor_python: str | None = None
+    guard: dict[str, Any] | None = None
+    parity: dict[str, Any] | None = None
 
     @property
     def overrides(self) -> dict[str, Any]:

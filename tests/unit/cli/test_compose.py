@@ -121,7 +121,7 @@ def test_a_chunk_size_that_is_no_number_of_tokens_is_refused(size: int, tmp_path
 
 GROUPS = """{"groups": [
     {"name": "fast", "devices": "cpu:0", "weight": 80, "dtype": "float32", "max_running_requests": 4},
-    {"name": "spare", "devices": "hash:0,hash:1", "weight": 20},
+    {"name": "spare", "devices": "hash:0,hash:1", "weight": 20, "guard": {"max_error_share": 0.1}},
     {"name": "other", "devices": "cpu:1", "model_path": "n", "chunked_prefill_size": 64, "page_size": 32}
 ]}"""
 
@@ -140,6 +140,7 @@ def test_a_groups_file_gives_groups_their_own_models_weights_and_settings(tmp_pa
         ("fast", "m", 80), ("spare", "m", 20), ("other", "n", 1),
     ]  # fmt: skip
     assert [each.max_running_requests for each in scheduler.groups] == [4, None, None]
+    assert [each.guard is not None for each in scheduler.groups] == [False, True, False]
     assert [each.chunked_prefill_size for each in scheduler.groups] == [None, None, 64]
     gateway = parse_config(
         GatewayConfig, gateway_config(mesh, state=state, scheduler_address=SCHEDULER), source="gateway"
