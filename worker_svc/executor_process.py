@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from worker_svc.executor.settings import ExecutorSettings
 log = get_logger(__name__)
 
 EXECUTOR_MODULE = "worker_svc.executor"
+REFUSED_GRACE_S = 2.0
+"""How long an executor that refused to start may take to end by itself."""
 
 
 class ExecutorFailed(FailedPrecondition):
@@ -29,6 +32,7 @@ class ExecutorProcess:
         self._process = process
         self.instance_id = instance_id
         self.address = ""
+        self._session_ended = False
 
     def __repr__(self) -> str:
         return (
@@ -68,13 +72,20 @@ class ExecutorProcess:
             await asyncio.wait_for(self._process.wait(), timeout_s)
         except asyncio.TimeoutError:
             log.warning("executor does not end, killed", pid=self.pid, timeout_s=timeout_s)
-            self.kill()
-            await self._process.wait()
+        await self.kill()
 
-    def kill(self) -> None:
-        """SIGKILL; does nothing after its end."""
-        if self.alive:
-            self._process.kill()
+    async def kill(self) -> None:
+        """SIGKILL to it and to what its plugin has started in its session, and wait: a helper process of a
+        vendor's runtime would hold the chip. After its end: only to what it left. Idempotent.
+        """
+        if self._session_ended:
+            return  # Its id may be another's by now.
+        self._session_ended = True
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            log.debug("executor has left nothing", pid=self.pid)
+        await self._process.wait()
 
     def _pipes(self) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -102,12 +113,14 @@ class ExecutorProcess:
         line = await self._pipes()[1].readline()
         if not line:
             raise ExecutorFailed(
-                f"the executor {await self.wait()} before it was ready; its last words are on stderr",
+                f"the executor {await self.wait()} while it loaded backend {settings.backend!r}; its last "
+                "words are on stderr",
                 reason="EXECUTOR_DIED",
             )
         answer = _read_answer(line)
         if "error" in answer:
-            await self._process.wait()
+            # It has said why it ends; a thread that a plugin has left behind may keep it from doing so.
+            await self.stop(timeout_s=REFUSED_GRACE_S)
             raise _cause(answer["error"])
         self.address = str(answer["address"])
 
@@ -144,14 +157,13 @@ async def spawn_executor(
         await asyncio.wait_for(executor._take_ready_line(settings), timeout_s)
     except asyncio.TimeoutError as error:
         raise DeadlineExceeded(
-            f"the executor was not ready after {timeout_s:g} s; raise executor.start_timeout_s if "
-            f"its runtime is slow",
+            f"the executor was not ready after {timeout_s:g} s: backend {settings.backend!r} still loads or "
+            "hangs; it was killed. Raise executor.start_timeout_s if its runtime is slow",
             field="executor.start_timeout_s",
         ) from error
     finally:
-        if not executor.address and executor.alive:
-            executor.kill()
-            await process.wait()
+        if not executor.address:
+            await executor.kill()
     return executor
 
 

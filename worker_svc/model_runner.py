@@ -5,26 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshkit.errors import FailedPrecondition, InvalidArgument
-from meshkit.modelstore import ModelFolder, default_cache_dir, open_model
+from meshkit.errors import FailedPrecondition
 from meshkit.telemetry.logging import get_logger
 from plugins.sdk.backend import Backend
 from plugins.sdk.memory import Buffer
-from plugins.sdk.operator_table import OperatorBinder, OperatorTable
-from plugins.sdk.operators import OperatorSet
+from plugins.sdk.operator_table import OperatorTable
 from plugins.sdk.planning import (
     FALLBACKS,
-    CallSite,
-    ExecutionPlan,
-    PlanRequest,
     choose_page_size,
-    plan_execution,
     plan_operators,
 )
 from plugins.sdk.runner import (
@@ -39,35 +32,33 @@ from plugins.sdk.runner import (
 )
 from plugins.sdk.slot_sampling import Samplers, SlotSampling
 from plugins.sdk.tensors import dtype_size
-from worker_svc.call_sites import collect_call_sites
 from worker_svc.first_forward import BuildObserved, describe_failure, is_finite
-from worker_svc.layers.quantization import QuantizationPolicy
 from worker_svc.layers.step_tensors import build_step, sampling_rows
-from worker_svc.models.architecture import Model, ModelContext
-from worker_svc.models.registry import find_architecture
+from worker_svc.model_building import PlannedModel, allocate_pages, plan_model, require_operators
+from worker_svc.models.architecture import Model
 from worker_svc.observed_operators import ObservedOperators
-from worker_svc.weights import DummyWeights, WeightReader, WeightSource
 
 log = get_logger(__name__)
-
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 @dataclass(frozen=True)
 class _Loaded:
     """A model in memory and what it runs on."""
 
+    planned: PlannedModel
     model: Model
-    sites: Sequence[CallSite]
-    plan: ExecutionPlan
     samplers: Samplers
-    device: torch.device
     description: LoadedModel
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.planned.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
-        return getattr(torch, self.plan.dtype.value)  # type: ignore[no-any-return]
+        return self.planned.dtype
 
 
 @dataclass(frozen=True)
@@ -84,13 +75,8 @@ class OperatorModelRunner(ModelRunner):
     """Runs a model by the operators of a backend, chosen once at load by its capability report."""
 
     def __init__(self, backend: Backend) -> None:
-        if backend.operators is None:
-            raise FailedPrecondition(
-                f"plugin {backend.info().name!r} has neither operators nor a runner of its own",
-                field="backend",
-            )
+        require_operators(backend)
         self._backend = backend
-        self._operators: OperatorSet = backend.operators
         self._device = 0
         self._loaded: _Loaded | None = None
         self._cache: _Cache | None = None
@@ -99,41 +85,17 @@ class OperatorModelRunner(ModelRunner):
         """Read, pack and check a model."""
         if self._loaded is not None:
             raise FailedPrecondition("a model is loaded; unload it first", reason="MODEL_LOADED")
-        self._backend.devices.properties(options.device)
         self._device = options.device
-        folder = _open(options, progress)
-        policy = QuantizationPolicy(options.quantization)
-        architecture, factory = find_architecture(folder.config)
-        sites = collect_call_sites(folder.config, vocab_size=folder.vocab_size, policy=policy)
-        request = PlanRequest(
-            dtype=options.dtype,
-            kv_cache_dtype=options.kv_cache_dtype,
-            quantization=options.quantization,
-            strict=options.strict,
-        )
-        plan = plan_execution(self._backend.capabilities(), sites, request)
-        table = self._operators.table(plan.operators)
+        planned = plan_model(self._backend, options, progress)
+        table = planned.operators
         _log_fallbacks(table)
-        device = self._operators.torch_device(options.device)
-        source = _weights(folder, options.load_format)
-
-        def build(operators: OperatorBinder) -> Model:
-            context = ModelContext(
-                config=folder.config,
-                source=source,
-                operators=operators,
-                dtype=getattr(torch, plan.dtype.value),
-                device=device,
-                progress=lambda share: progress("weights", share),
-                policy=policy,
-            )
-            return self._backend.execute_runnable(lambda: factory(context))
-
-        model = build(table)
-        description = _describe(folder, architecture, model, plan, policy)
-        loaded = _Loaded(model, sites, plan, Samplers.bind(table, folder.vocab_size), device, description)
+        model = planned.build(table, progress)
+        description = _describe(planned, model)
+        loaded = _Loaded(planned, model, Samplers.bind(table, planned.folder.vocab_size), description)
         progress("first forward", 0.0)
-        self._check_first_forward(loaded, lambda observe: build(ObservedOperators(table, observe)))
+        self._check_first_forward(
+            loaded, lambda observe: planned.build(ObservedOperators(table, observe), progress)
+        )
         progress("first forward", 1.0)
         self._loaded = loaded
         return description
@@ -193,25 +155,25 @@ class OperatorModelRunner(ModelRunner):
         return self._cache
 
     def _allocate_pages(self, loaded: _Loaded, pages: int, page_size: int) -> tuple[Buffer, Sequence[Tensor]]:
-        shape, layout = loaded.model.kv_shape, self._operators.kv_layout
-        buffer = self._backend.memory.allocate(
-            (shape.layers, *layout.memory_shape((2, pages, page_size, shape.heads, shape.head_dim))),
-            loaded.plan.kv_cache_dtype.value,
-            self._device,
-            zeroed=True,
+        return allocate_pages(
+            self._backend,
+            loaded.model.kv_shape,
+            page_count=pages,
+            page_size=page_size,
+            dtype=loaded.planned.plan.kv_cache_dtype.value,
+            device=self._device,
         )
-        tensor: Tensor = buffer.tensor
-        return buffer, [layout.as_cache(layer) for layer in tensor.unbind(0)]
 
     def _check_page_size(self, loaded: _Loaded, page_size: int) -> None:
         """The plan was made for the chip's preferred size; another one may break an operator's constraint."""
         report = self._backend.capabilities()
         choose_page_size(page_size, report.page_sizes_tokens)
-        plan_operators(report.operators, loaded.sites, dtype=loaded.plan.dtype.value, page_size=page_size)
+        planned = loaded.planned
+        plan_operators(report.operators, planned.sites, dtype=planned.plan.dtype.value, page_size=page_size)
 
     def _check_first_forward(self, loaded: _Loaded, build: BuildObserved) -> None:
         """Raises FailedPrecondition that names the first operator whose result is not finite."""
-        page_size: int = loaded.plan.page_size.value
+        page_size: int = loaded.planned.plan.page_size.value
         buffer, layers = self._allocate_pages(loaded, 1, page_size)
         probe = partial(
             is_finite,
@@ -248,43 +210,12 @@ def _run_step(batch: StepBatch, loaded: _Loaded, cache: _Cache) -> StepOutput:
     return StepOutput(sampled.slots, sampled.token_ids, sampled.logprobs, sampled.failures)
 
 
-def _open(options: LoadOptions, progress: Progress) -> ModelFolder:
-    if options.load_format not in LOAD_FORMATS:
-        raise InvalidArgument(
-            f"load_format is {options.load_format!r}; supported: {', '.join(LOAD_FORMATS)}",
-            field="load_format",
-        )
-    folder = open_model(
-        options.model_path,
-        cache_dir=Path(options.cache_dir) if options.cache_dir else default_cache_dir(),
-        progress=progress,
-        need_weights=options.load_format != "dummy",
-    )
-    wanted = options.load_format
-    if wanted in ("safetensors", "gguf") and folder.weights is not None:
-        other = [file for file in folder.weights.files if file.suffix != f".{wanted}"]
-        if other:
-            raise InvalidArgument(
-                f"load_format is {wanted!r}, but the weights of {options.model_path!r} are in "
-                f"{other[0].name}; use auto",
-                field="load_format",
-            )
-    return folder
-
-
-def _weights(folder: ModelFolder, load_format: str) -> WeightSource:
-    if load_format == "dummy" or folder.weights is None:
-        return DummyWeights(folder.config, seed=0)
-    return WeightReader(folder.weights)
-
-
-def _describe(
-    folder: ModelFolder, architecture: str, model: Model, plan: ExecutionPlan, policy: QuantizationPolicy
-) -> LoadedModel:
+def _describe(planned: PlannedModel, model: Model) -> LoadedModel:
+    folder, plan, policy = planned.folder, planned.plan, planned.policy
     kv_dtype: str = plan.kv_cache_dtype.value
     suffix = f"+{policy.format}" if policy.quantizes else ""
     return LoadedModel(
-        architecture=architecture,
+        architecture=planned.architecture,
         vocab_size=folder.vocab_size,
         context_tokens=folder.context_length,
         kv_bytes_per_token=model.kv_shape.values_per_token * dtype_size(kv_dtype),

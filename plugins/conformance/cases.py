@@ -6,17 +6,16 @@ large and tiny rows, ties, last and first cells, single tokens, cells that must 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from plugins.sdk.catalogue import COMPUTE, KV, OpSpec, ShapeClass, TensorSpec
+from plugins.conformance import cases_experts, cases_quantized
+from plugins.conformance.cases_maker import Maker, Parts
+from plugins.sdk.op_spec import OpSpec, ShapeClass
 
-_SEED = 20240229
-_LARGE, _TINY = 100.0, 1e-3
 _EPS = 1e-5
 _ROTARY_BASE = 10000.0
 _GARBAGE = 1000.0
@@ -35,69 +34,24 @@ class Case:
     attributes: Mapping[str, int | float]
 
 
-class _Maker:
-    """Draws tensors of one case from one generator, in order."""
-
-    def __init__(self, spec: OpSpec, shape_class: ShapeClass, dtype: str, kv_dtype: str) -> None:
-        self.sizes = shape_class.sizes
-        self._dtypes = {COMPUTE: dtype, KV: kv_dtype}
-        self._specs = {tensor.name: tensor for tensor in spec.inputs}
-        seed = zlib.crc32(f"{spec.name}/{shape_class.name}".encode()) ^ _SEED
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def normal(self, name: str, *, scale: float = 1.0, edges: bool = False) -> Tensor:
-        """Normally distributed; with `edges` some rows are zero, large or tiny where there are four."""
-        spec = self._specs[name]
-        values = torch.randn(spec.sizes(self.sizes), generator=self.generator, dtype=torch.float64) * scale
-        if edges and values.shape[0] >= 4:
-            values[1] = 0.0
-            values[2] *= _LARGE
-            values[3] *= _TINY
-        return self.rounded(values, spec)
-
-    def rounded(self, values: Tensor, spec: TensorSpec) -> Tensor:
-        """In the dtype of the signature."""
-        dtype: torch.dtype = getattr(torch, self._dtypes.get(spec.dtype, spec.dtype))
-        return values.to(dtype)
-
-    def shaped(self, name: str, values: Tensor) -> Tensor:
-        """Values given, in the dtype of that input."""
-        return self.rounded(values, self._specs[name])
-
-    def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """int64 in [low, high)."""
-        return torch.randint(low, high, shape, generator=self.generator)
-
-    def uniform(self, *shape: int) -> Tensor:
-        """float64 in [0, 1)."""
-        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
-
-    def permutation(self, count: int) -> Tensor:
-        """int64 [count]."""
-        return torch.randperm(count, generator=self.generator)
-
-
-Parts = tuple[dict[str, Tensor], dict[str, int | float]]
-
-
 def make_case(spec: OpSpec, shape_class: ShapeClass, *, dtype: str, kv_dtype: str) -> Case:
     """The inputs of one combination.
 
     Raises:
         KeyError: an operator of the catalogue for which this file has no inputs.
     """
-    inputs, attributes = _MAKERS[spec.name](_Maker(spec, shape_class, dtype, kv_dtype))
+    inputs, attributes = _MAKERS[spec.name](Maker(spec, shape_class, dtype, kv_dtype))
     return Case(spec, shape_class, dtype, kv_dtype, inputs, attributes)
 
 
-def _embedding(make: _Maker) -> Parts:
+def _embedding(make: Maker) -> Parts:
     ids = make.integers(0, make.sizes["V"], make.sizes["T"])
     ids[0] = make.sizes["V"] - 1
     ids[-1] = ids[-1] if len(ids) == 1 else 0
     return {"token_ids": ids, "weight": make.normal("weight")}, {}
 
 
-def _linear(make: _Maker) -> Parts:
+def _linear(make: Maker) -> Parts:
     inputs = {
         "x": make.normal("x", edges=True),
         "weight": make.normal("weight", scale=make.sizes["K"] ** -0.5),
@@ -107,11 +61,11 @@ def _linear(make: _Maker) -> Parts:
     return inputs, {}
 
 
-def _rms_norm(make: _Maker) -> Parts:
+def _rms_norm(make: Maker) -> Parts:
     return {"x": make.normal("x", edges=True), "weight": make.normal("weight")}, {"eps": _EPS}
 
 
-def _add_rms_norm(make: _Maker) -> Parts:
+def _add_rms_norm(make: Maker) -> Parts:
     inputs = {
         "x": make.normal("x", edges=True),
         "residual": make.normal("residual"),
@@ -119,31 +73,45 @@ def _add_rms_norm(make: _Maker) -> Parts:
     }
     if make.sizes["T"] >= 4:
         inputs["residual"][1] = -inputs["x"][1]
+        inputs["residual"][3] = inputs["x"][3].flip(0)  # so small a sum that eps outweighs its squares
         inputs["residual"][-1] = -inputs["x"][-1]  # a sum of zero
     return inputs, {"eps": _EPS}
 
 
-def _rotary(make: _Maker) -> Parts:
+def _rotary(make: Maker) -> Parts:
+    positions, cos_sin = _positions(make)
+    inputs = {
+        "query": make.normal("query", edges=True),
+        "key": make.normal("key"),
+        "positions": positions,
+        "cos_sin": cos_sin,
+    }
+    return inputs, {}
+
+
+def _positions(make: Maker) -> tuple[Tensor, Tensor]:
+    """The first and the last one of a table among them, and the table."""
     context, size = make.sizes["C"], make.sizes["D"]
     exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
     angles = torch.outer(torch.arange(context, dtype=torch.float64), _ROTARY_BASE**-exponents)
     positions = make.integers(0, context, make.sizes["T"])
     positions[-1] = context - 1
     positions[0] = 0 if len(positions) > 1 else positions[0]
-    inputs = {
-        "query": make.normal("query", edges=True),
-        "key": make.normal("key"),
-        "positions": positions,
-        "cos_sin": make.shaped("cos_sin", torch.cat((angles.cos(), angles.sin()), dim=1)),
-    }
-    return inputs, {}
+    return positions, make.shaped("cos_sin", torch.cat((angles.cos(), angles.sin()), dim=1))
 
 
-def _silu_mul(make: _Maker) -> Parts:
+def _qkv_rotary(make: Maker) -> Parts:
+    inputs, _ = _linear(make)
+    positions, cos_sin = _positions(make)
+    inputs |= {"positions": positions, "cos_sin": cos_sin}
+    return inputs, {"heads": make.sizes["H"], "kv_heads": make.sizes["G"]}
+
+
+def _silu_mul(make: Maker) -> Parts:
     return {"gate_up": make.normal("gate_up", scale=2.0, edges=True)}, {}
 
 
-def _write_kv(make: _Maker) -> Parts:
+def _write_kv(make: Maker) -> Parts:
     """First and last cell of the cache among those written: a write beside them leaves the cache."""
     last = make.sizes["P"] * make.sizes["S"] - 1
     cells = make.permutation(last - 1)[: make.sizes["T"]] + 1
@@ -159,7 +127,7 @@ def _write_kv(make: _Maker) -> Parts:
     return inputs, {}
 
 
-def _attention_prefill(make: _Maker) -> Parts:
+def _attention_prefill(make: Maker) -> Parts:
     sizes = make.sizes
     page_ids = make.permutation(sizes["P"])[: sizes["M"]]
     length = sizes["X"] + sizes["T"]
@@ -168,7 +136,7 @@ def _attention_prefill(make: _Maker) -> Parts:
     return inputs, {"start": sizes["X"], "scale": sizes["D"] ** -0.5}
 
 
-def _attention_decode(make: _Maker) -> Parts:
+def _attention_decode(make: Maker) -> Parts:
     """Row 0 fills its pages, row 1 has a single token, the others something between."""
     sizes = make.sizes
     rows, pages, page = sizes["B"], sizes["M"], sizes["S"]
@@ -194,7 +162,7 @@ def _attention_decode(make: _Maker) -> Parts:
     return inputs, {"scale": sizes["D"] ** -0.5}
 
 
-def _cache(make: _Maker, sequences: list[tuple[Tensor, int]]) -> Tensor:
+def _cache(make: Maker, sequences: list[tuple[Tensor, int]]) -> Tensor:
     """A cache whose cells outside all sequences hold large values."""
     cache = make.normal("kv_cache")
     page = make.sizes["S"]
@@ -206,7 +174,7 @@ def _cache(make: _Maker, sequences: list[tuple[Tensor, int]]) -> Tensor:
     return cache
 
 
-def _argmax(make: _Maker) -> Parts:
+def _argmax(make: Maker) -> Parts:
     logits = make.normal("logits", scale=4.0)
     if logits.shape[0] >= 4:
         logits[1] = -1.0  # all equal
@@ -216,7 +184,7 @@ def _argmax(make: _Maker) -> Parts:
     return {"logits": logits}, {}
 
 
-def _sample(make: _Maker) -> Parts:
+def _sample(make: Maker) -> Parts:
     """Rows take turns: no filter, top-k, top-p, min-p, all three."""
     rows = make.sizes["R"]
     turn = torch.arange(rows) % 5
@@ -236,7 +204,7 @@ def _sample(make: _Maker) -> Parts:
     return inputs, {}
 
 
-_MAKERS: dict[str, Callable[[_Maker], Parts]] = {
+_MAKERS: dict[str, Callable[[Maker], Parts]] = {
     "embedding": _embedding,
     "linear": _linear,
     "rms_norm": _rms_norm,
@@ -248,4 +216,11 @@ _MAKERS: dict[str, Callable[[_Maker], Parts]] = {
     "attention_decode": _attention_decode,
     "argmax": _argmax,
     "sample": _sample,
+    "qkv_rotary": _qkv_rotary,
+    "moe_route": cases_experts.route,
+    "moe_experts": cases_experts.experts,
+    "linear_w8a8": cases_quantized.linear_w8a8,
+    "linear_w4a16": cases_quantized.linear_w4a16,
+    "moe_experts_w8a8": cases_experts.experts_w8a8,
+    "moe_experts_w4a16": cases_experts.experts_w4a16,
 }

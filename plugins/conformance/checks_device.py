@@ -23,9 +23,9 @@ def check_devices(backend: Backend, recorder: Recorder) -> None:
         "device/streams_and_events": _streams_and_events,
         "device/destroy_is_idempotent": _destroy_is_idempotent,
         "device/synchronize": _synchronize,
+        "device/execute_runnable": _execute_runnable,
     }
-    for name, check in checks.items():
-        recorder.run(name, partial(check, backend))
+    recorder.run_all({name: partial(check, backend) for name, check in checks.items()})
 
 
 def _count(backend: Backend) -> str:
@@ -121,3 +121,29 @@ def _synchronize(backend: Backend) -> str:
         backend.synchronize()
     require_error(NotFound, lambda: backend.devices.synchronize(count), f"synchronising device {count}")
     return f"{REPEATS} times"
+
+
+class _Raised(Exception):
+    """Of a runnable: no plugin can know it."""
+
+
+def _execute_runnable(backend: Backend) -> str:
+    """Work runs once, its result comes back, and its exception passes as it is."""
+    calls: list[object] = []
+    wanted = object()
+
+    def work() -> object:
+        calls.append(wanted)
+        return wanted
+
+    def fail() -> None:
+        raise _Raised
+
+    result = backend.execute_runnable(work)
+    require(len(calls) == 1, Fault.WRONG_BEHAVIOUR, f"the work ran {len(calls)} times")
+    require(result is wanted, Fault.WRONG_RESULT, f"the work's result came back as {result!r}")
+    try:
+        backend.execute_runnable(fail)
+    except _Raised:
+        return "once, with its result or its exception"
+    raise CheckFailed(Fault.WRONG_BEHAVIOUR, "an exception of the work was swallowed")

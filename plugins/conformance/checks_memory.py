@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -20,6 +20,7 @@ _SEED = 20240229
 _SIZES_BYTES = (1, 3, 64, 511, 4096, 65537, 1 << 20)
 """A byte, odd sizes, a page, and beyond each by a little."""
 _MORE_THAN_ANY_CHIP = 1 << 50
+_FILLER = 0xA5
 
 
 def check_memory(backend: Backend, recorder: Recorder) -> None:
@@ -35,9 +36,14 @@ def check_memory(backend: Backend, recorder: Recorder) -> None:
         "memory/free_is_idempotent": _free_is_idempotent,
         "memory/stats": _stats,
         "memory/refusals": _refusals,
+        "memory/negative_size": _negative_size,
     }
-    for name, check in checks.items():
-        recorder.run(name, partial(check, backend.memory, len(backend.devices.list_devices())))
+    named = {name: partial(_with_devices, check, backend) for name, check in checks.items()}
+    recorder.run_all({**named, "memory/views": partial(_views, backend)})
+
+
+def _with_devices(check: Callable[[MemoryManager, int], str], backend: Backend) -> str:
+    return check(backend.memory, len(backend.devices.list_devices()))
 
 
 def _random_bytes(count: int, seed: int = _SEED) -> bytes:
@@ -223,7 +229,32 @@ def _refusals(memory: MemoryManager, devices: int) -> str:
     too_much = partial(memory.allocate, (_MORE_THAN_ANY_CHIP,), "uint8", 0)
     require_error(ResourceExhausted, too_much, f"{_MORE_THAN_ANY_CHIP} bytes")
     require_error(NotFound, partial(memory.allocate, (1,), "uint8", devices), f"memory of device {devices}")
-    require_error(InvalidArgument, partial(memory.allocate, (-1,), "uint8", 0), "a negative size")
     require_error(InvalidArgument, partial(memory.allocate, (1,), "float7", 0), "an unknown dtype")
     require_error(NotFound, partial(memory.stats, devices), f"statistics of device {devices}")
-    return "5 refusals"
+    return "4 refusals"
+
+
+def _negative_size(memory: MemoryManager, devices: int) -> str:
+    """A size below zero is a mistake of the caller, not an empty tensor."""
+    del devices
+    require_error(InvalidArgument, partial(memory.allocate, (-1,), "uint8", 0), "a negative size")
+    return "refused"
+
+
+def _views(backend: Backend) -> str:
+    """A buffer's tensor lies over its memory: what is written on one side is there on the other."""
+    memory = backend.memory
+    for device in (0, None):
+        where = "host memory" if device is None else f"device {device}"
+        with ExitStack() as stack:
+            buffer = _allocate(stack, memory, 4096, device)
+            sent = _random_bytes(4096)
+            memory.copy(sent, buffer)
+            seen = memory.download(buffer.tensor).data
+            told = f"{where}: what was copied into a buffer is not in its tensor"
+            require(seen == sent, Fault.WRONG_RESULT, told)
+            buffer.tensor[:] = _FILLER
+            backend.synchronize()
+            told = f"{where}: what was written to a buffer's tensor is not in the buffer: it is a copy"
+            require(_read(memory, buffer) == bytes([_FILLER]) * 4096, Fault.WRONG_RESULT, told)
+    return "4096 bytes, both ways, of a device and of the host"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,15 +13,15 @@ from plugins.conformance.cases import Case, make_case
 from plugins.conformance.checks_capabilities import has_operator
 from plugins.conformance.comparison import check_tokens, compare_outputs
 from plugins.conformance.definitions import define
+from plugins.conformance.host_values import from_host_tensor, raw_bytes, to_host_tensor
 from plugins.conformance.recorder import CheckFailed, Recorder, require
-from plugins.conformance.report import Combination, Fault
-from plugins.conformance.report import Coverage as Tried
+from plugins.conformance.report import Fault, Result, Status
 from plugins.sdk.backend import Backend
 from plugins.sdk.capabilities import CapabilityReport, Coverage, OperatorCapability
 from plugins.sdk.catalogue import CATALOGUE, KV, UNIT_ROUNDOFF, OpSpec, ShapeClass, holds
+from plugins.sdk.declined import was_declined_at_start
 from plugins.sdk.kv_layout import DIMENSIONS, KvLayout
 from plugins.sdk.operators import OperatorSet
-from plugins.sdk.tensors import HostTensor
 
 _REPEATS = 3
 _GUARD_ELEMENTS = 4096
@@ -30,28 +30,39 @@ _GUARD_VALUE = 7.0
 _DEVICE = 0
 
 
-def check_operators(backend: Backend, recorder: Recorder, *, quick: bool) -> Tried:
-    """Run all declared combinations; with `quick` without the heavy shape classes. Returns the coverage."""
+def check_operators(backend: Backend, recorder: Recorder, *, quick: bool) -> None:
+    """Run all declared combinations; with `quick` without the heavy shape classes."""
     report = backend.capabilities()
     entries = {entry.name: entry for entry in report.operators}
-    declared: set[Combination] = set()
-    tried: set[Combination] = set()
+    steps: dict[str, Callable[[], None]] = {}
     for name, spec in CATALOGUE.items():
         entry = entries.get(name)
         if entry is None or entry.coverage is Coverage.REFERENCE:
-            reason = entry.reason if entry is not None else "the report does not list it"
-            recorder.skip_undeclared(f"operators/{name}", reason)
+            steps[f"operators/{name}"] = partial(_skip_or_fail, recorder, name, entry)
             continue
         for dtype, shape_class in _combinations(spec, entry, report):
             label = f"operators/{name}/{dtype}/{shape_class.name}"
             if excluded := _why_excluded(spec, entry, report, shape_class):
-                recorder.skip_undeclared(label, excluded)
+                steps[label] = partial(recorder.skip_undeclared, label, excluded)
                 continue
-            declared.add((name, dtype, shape_class.name))
-            if recorder.wants(label) and not (quick and shape_class.heavy):
-                tried.add((name, dtype, shape_class.name))
-                recorder.run(label, partial(_check, backend, report, spec, dtype, shape_class))
-    return Tried(frozenset(declared), frozenset(tried))
+            combination = (name, dtype, shape_class.name)
+            recorder.declare(combination)
+            if not (quick and shape_class.heavy):
+                check = partial(_check, backend, report, spec, dtype, shape_class)
+                steps[label] = partial(recorder.run_combination, label, combination, check)
+    recorder.expect(steps)
+    for step in steps.values():
+        step()
+
+
+def _skip_or_fail(recorder: Recorder, name: str, entry: OperatorCapability | None) -> None:
+    """What runs on the reference is no fault, unless it does since the plugin's own went wrong."""
+    reason = "the report does not list it" if entry is None else entry.reason
+    if was_declined_at_start(reason):
+        label = f"operators/{name}/declined_at_start"
+        recorder.add(Result(label, Status.FAIL, reason, Fault.DECLINED_AT_START))
+    else:
+        recorder.skip_undeclared(f"operators/{name}", reason)
 
 
 def _combinations(
@@ -168,7 +179,7 @@ def _place(backend: Backend, case: Case, layout: KvLayout) -> _Placed:
 
 
 def _upload(backend: Backend, value: Tensor) -> Tensor:
-    tensor: Tensor = backend.memory.upload(_to_host_tensor(value), _DEVICE)
+    tensor: Tensor = backend.memory.upload(to_host_tensor(value), _DEVICE)
     return tensor
 
 
@@ -176,7 +187,7 @@ def _call(backend: Backend, operators: OperatorSet, case: Case, placed: _Placed)
     """Outputs on the host."""
     outputs = operators.run(case.spec.name, placed.inputs, case.attributes)
     backend.synchronize()
-    return tuple(_from_host_tensor(backend.memory.download(output)) for output in outputs)
+    return tuple(from_host_tensor(backend.memory.download(output)) for output in outputs)
 
 
 def _check_inputs_kept(backend: Backend, case: Case, placed: _Placed) -> None:
@@ -184,7 +195,7 @@ def _check_inputs_kept(backend: Backend, case: Case, placed: _Placed) -> None:
         name
         for name, value in case.inputs.items()
         if name not in case.spec.writes
-        and not _same_bits(_from_host_tensor(backend.memory.download(placed.inputs[name])), value)
+        and not _same_bits(from_host_tensor(backend.memory.download(placed.inputs[name])), value)
     ]
     require(
         not changed,
@@ -196,7 +207,7 @@ def _check_inputs_kept(backend: Backend, case: Case, placed: _Placed) -> None:
 
 def _check_guards(backend: Backend, placed: _Placed) -> None:
     for name, whole in placed.guarded.items():
-        held = _from_host_tensor(backend.memory.download(whole)).double()
+        held = from_host_tensor(backend.memory.download(whole)).double()
         for side, guard in (("before", held[:_GUARD_ELEMENTS]), ("behind", held[-_GUARD_ELEMENTS:])):
             touched = torch.nonzero(guard != _GUARD_VALUE)
             require(
@@ -224,22 +235,4 @@ def _check_written(cache: Tensor, wanted: Tensor, case: Case) -> None:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and _bytes(one) == _bytes(other)
-
-
-def _bytes(value: Tensor) -> bytes:
-    if not value.numel():
-        return b""
-    raw: bytes = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return raw
-
-
-def _to_host_tensor(value: Tensor) -> HostTensor:
-    return HostTensor(str(value.dtype).removeprefix("torch."), tuple(value.shape), _bytes(value))
-
-
-def _from_host_tensor(value: HostTensor) -> Tensor:
-    dtype: torch.dtype = getattr(torch, value.dtype)
-    if not value.data:
-        return torch.empty(value.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(value.data), dtype=torch.uint8).view(dtype).reshape(value.shape)
+    return one.dtype == other.dtype and one.shape == other.shape and raw_bytes(one) == raw_bytes(other)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plugins.sdk.backend import Backend
+from plugins.sdk.backend import Backend, RunnerContext
 from plugins.sdk.collectives import Collectives
 from plugins.sdk.registry import load_backend
 from plugins.sdk.tensors import HostTensor
@@ -26,10 +26,20 @@ _SHAPES = ((2,), (6, 3), (1 << 14,))
 _CONTRACT_FLOATS = ("float32", "bfloat16", "float16")
 
 
+Outcome = Mapping[str, str]
+"""Primitive -> what was wrong with it on this rank; "" where nothing was."""
+
+
 def check_rank(
-    backend: Backend, primitives: Sequence[str], *, rank: int, world_size: int, rendezvous: str
+    backend: Backend,
+    primitives: Sequence[str],
+    *,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    tell: Callable[[Outcome], None] = lambda outcome: None,
 ) -> dict[str, str]:
-    """What was wrong with each primitive on this rank; "" where nothing was.
+    """The outcome of all primitives, in order. tell: gets the outcome so far after each.
 
     Raises:
         MeshError: the group cannot be joined, or another rank was lost.
@@ -37,12 +47,19 @@ def check_rank(
     collectives = backend.collectives
     if collectives is None:
         raise ValueError("the back end has no collectives")
+    # A rank works on a device of its own where there are as many: some libraries refuse two ranks on one.
+    device = rank % len(backend.devices.list_devices())
+    backend.create_runner(RunnerContext(device=device))
     collectives.init_group(
         GROUP, rank=rank, world_size=world_size, rendezvous=rendezvous, timeout_s=_TIMEOUT_S
     )
     try:
-        rank_of = _Rank(backend, collectives, rank, world_size)
-        return {primitive: rank_of.problem(primitive) for primitive in primitives}
+        rank_of = _Rank(backend, collectives, rank, world_size, device=device)
+        outcome: dict[str, str] = {}
+        for primitive in primitives:
+            outcome[primitive] = rank_of.problem(primitive)
+            tell(outcome)
+        return outcome
     finally:
         for _ in range(10):  # idempotent
             collectives.destroy_group(GROUP)
@@ -51,10 +68,13 @@ def check_rank(
 class _Rank:
     """Runs primitives with inputs that every rank can work out for all ranks."""
 
-    def __init__(self, backend: Backend, collectives: Collectives, rank: int, world_size: int) -> None:
+    def __init__(
+        self, backend: Backend, collectives: Collectives, rank: int, world_size: int, *, device: int
+    ) -> None:
         self._backend = backend
         self._collectives = collectives
         self._rank = rank
+        self._device = device
         self._world = range(world_size)
 
     def problem(self, primitive: str) -> str:
@@ -104,7 +124,7 @@ class _Rank:
     def _upload(self, value: Tensor) -> Any:
         raw = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         dtype = str(value.dtype).removeprefix("torch.")
-        return self._backend.memory.upload(HostTensor(dtype, tuple(value.shape), raw), 0)
+        return self._backend.memory.upload(HostTensor(dtype, tuple(value.shape), raw), self._device)
 
     def _download(self, value: Any) -> Tensor:
         held = self._backend.memory.download(value)
@@ -119,22 +139,31 @@ def _input(rank: int, shape: tuple[int, ...], dtype: str) -> Tensor:
 
 
 def main() -> int:
-    """Do what the order says and write the outcome to its result file; an error is an outcome too."""
+    """Do what the order says and write the outcome so far to its result file; an error is an outcome too."""
     order = json.loads(sys.argv[1])
-    code = 0
+    result = Path(order["result"])
+    outcome: Outcome = {}
+
+    def tell(so_far: Outcome) -> None:
+        nonlocal outcome
+        outcome = so_far
+        unfinished = result.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(so_far))
+        unfinished.replace(result)  # in one step: the parent may read at any time
+
     try:
-        backend = load_backend(order["backend"], order["options"])
-        outcome = check_rank(
-            backend,
+        check_rank(
+            load_backend(order["backend"], order["options"]),
             order["primitives"],
             rank=order["rank"],
             world_size=order["world_size"],
             rendezvous=order["rendezvous"],
+            tell=tell,
         )
     except Exception as error:  # noqa: BLE001 - whatever a plugin raises is the outcome that is reported
-        outcome, code = {"error": f"{type(error).__name__}: {error}"}, 1
-    Path(order["result"]).write_text(json.dumps(outcome))
-    return code
+        tell({**outcome, "error": f"{type(error).__name__}: {error}"})
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,49 +1,30 @@
 """What each operator is, in float64 and independent of the SDK's reference, with the magnitudes of its
-tolerance.
+tolerance. Products and experts: definitions_products and definitions_experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-Inputs = Mapping[str, Tensor]
-Attributes = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Expected:
-    """One output: float64, or int64 for tokens; `rounded` and `summed` as plugins.sdk.catalogue.Tolerance.
-
-    underflow: by how much an intermediate that was flushed to zero may have been multiplied.
-    """
-
-    value: Tensor
-    rounded: Tensor | None = None
-    summed: Tensor | None = None
-    underflow: Tensor | None = None
+from plugins.conformance import definitions_experts, definitions_products
+from plugins.conformance.definitions_expected import Attributes, Expected, Inputs
+from plugins.sdk.op_spec import UNIT_ROUNDOFF
 
 
 def define(name: str, inputs: Inputs, attributes: Attributes) -> tuple[Expected, ...]:
     """The outputs of an operator; of write_kv the cache; of sample see `acceptable_tokens`."""
     wide = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    if "x" in inputs:
+        dtype = str(inputs["x"].dtype).removeprefix("torch.")
+        attributes = {**attributes, "roundoff": UNIT_ROUNDOFF[dtype]}
     return _DEFINITIONS[name](wide, attributes)
 
 
 def _embedding(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
     return (Expected(torch.stack([inputs["weight"][int(row)] for row in inputs["token_ids"]])),)
-
-
-def _linear(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
-    x, weight = inputs["x"], inputs["weight"]
-    product, magnitude = x @ weight.T, x.abs() @ weight.abs().T
-    bias = inputs.get("bias", torch.zeros(weight.shape[0], dtype=torch.float64))
-    value = product + bias
-    return (Expected(value, torch.maximum(value.abs(), product.abs()), magnitude + bias.abs()),)
 
 
 def _normalised(x: Tensor, weight: Tensor, eps: float) -> Expected:
@@ -64,18 +45,49 @@ def _add_rms_norm(inputs: Inputs, attributes: Attributes) -> tuple[Expected, ...
 
 
 def _rotary(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
-    size = inputs["cos_sin"].shape[1]
-    rows = inputs["cos_sin"][inputs["positions"]].unsqueeze(1)
-    cos, sin = rows[..., : size // 2], rows[..., size // 2 :]
+    cos, sin = _angles(inputs)
     return _rotated(inputs["query"], cos, sin), _rotated(inputs["key"], cos, sin)
 
 
+def _angles(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    size = inputs["cos_sin"].shape[1]
+    rows = inputs["cos_sin"][inputs["positions"]].unsqueeze(1)
+    return rows[..., : size // 2], rows[..., size // 2 :]
+
+
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Expected:
-    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-    parts = ((first * cos, -second * sin), (second * cos, first * sin))
-    value = torch.cat([one + other for one, other in parts], dim=-1)
-    rounded = torch.cat([one.abs() + other.abs() for one, other in parts], dim=-1)
-    return Expected(value, rounded, torch.zeros_like(value))
+    value = _turn(x, cos, sin)
+    return Expected(value, _turn_magnitude(x.abs(), cos, sin), torch.zeros_like(value))
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _turn_magnitude(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.abs(), sin.abs()
+    return torch.cat((first * cos + second * sin, second * cos + first * sin), dim=-1)
+
+
+def _qkv_rotary(inputs: Inputs, attributes: Attributes) -> tuple[Expected, ...]:
+    joined = definitions_products.biased_product(inputs)
+    heads, kv_heads = attributes["heads"], attributes["kv_heads"]
+    cos, sin = _angles(inputs)
+
+    def split(values: Tensor) -> tuple[Tensor, ...]:
+        rows = values.view(len(values), heads + 2 * kv_heads, -1)
+        return rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]
+
+    parts = list(zip(split(joined.value), split(joined.rounded), split(joined.summed), strict=True))
+    turned = [
+        Expected(
+            _turn(value, cos, sin), _turn_magnitude(rounded, cos, sin), _turn_magnitude(summed, cos, sin)
+        )
+        for value, rounded, summed in parts[:2]
+    ]
+    return (*turned, Expected(*parts[2]))
 
 
 def _silu_mul(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
@@ -107,8 +119,10 @@ def _attention_decode(inputs: Inputs, attributes: Attributes) -> tuple[Expected,
         )
         for row, (table, length) in enumerate(zip(inputs["page_table"], inputs["lengths"], strict=True))
     ]
-    joined = ([getattr(row, field) for row in rows] for field in ("value", "rounded", "summed"))
-    return (Expected(*(torch.cat(parts) for parts in joined)),)
+    value, rounded, summed = (
+        torch.cat([getattr(row, field) for row in rows]) for field in ("value", "rounded", "summed")
+    )
+    return (Expected(value, rounded, summed),)
 
 
 def _attended(query: Tensor, kv_cache: Tensor, page_ids: Tensor, start: int, scale: float) -> Expected:
@@ -142,7 +156,7 @@ def _argmax(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
 
 _DEFINITIONS: dict[str, Callable[[Inputs, Attributes], tuple[Expected, ...]]] = {
     "embedding": _embedding,
-    "linear": _linear,
+    "linear": definitions_products.linear,
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "rotary": _rotary,
@@ -151,6 +165,13 @@ _DEFINITIONS: dict[str, Callable[[Inputs, Attributes], tuple[Expected, ...]]] = 
     "attention_prefill": _attention_prefill,
     "attention_decode": _attention_decode,
     "argmax": _argmax,
+    "qkv_rotary": _qkv_rotary,
+    "moe_route": definitions_experts.route,
+    "moe_experts": definitions_experts.experts,
+    "linear_w8a8": definitions_products.linear_w8a8,
+    "linear_w4a16": definitions_products.linear_w4a16,
+    "moe_experts_w8a8": definitions_experts.experts_w8a8,
+    "moe_experts_w4a16": definitions_experts.experts_w4a16,
 }
 
 _SLACK = 1e-6

@@ -17,17 +17,24 @@ from plugins.sdk.catalogue import CATALOGUE
 
 
 class Status(enum.Enum):
-    """How a check went. A skip always says which of the two reasons it had."""
+    """How a check went. A skip always says which of the reasons it had."""
 
     PASS = "PASS"
     FAIL = "FAIL"
     SKIP_UNDECLARED = "SKIP undeclared"
     SKIP_NO_HARDWARE = "SKIP no hardware"
+    SKIP_OUT_OF_REACH = "SKIP out of reach"
+    """Of an executor by its address: what the wire does not show."""
+    SKIP_NOT_RUN = "SKIP not run"
+    """The run ended before, since a check hung."""
 
     @property
     def skipped(self) -> bool:
         """Whether the check did not run."""
-        return self in (Status.SKIP_UNDECLARED, Status.SKIP_NO_HARDWARE)
+        return self not in (Status.PASS, Status.FAIL)
+
+
+_ALWAYS_SHOWN = (Status.PASS, Status.FAIL, Status.SKIP_UNDECLARED, Status.SKIP_NO_HARDWARE)
 
 
 class Fault(enum.Enum):
@@ -44,6 +51,8 @@ class Fault(enum.Enum):
     WRONG_COUNT = "WRONG_COUNT"
     CONTRADICTION = "CONTRADICTION"
     WRONG_BEHAVIOUR = "WRONG_BEHAVIOUR"
+    DECLINED_AT_START = "DECLINED_AT_START"
+    TIMED_OUT = "TIMED_OUT"
     RAISED = "RAISED"
 
 
@@ -125,15 +134,19 @@ class Report:
         """The JSON report."""
         return {
             "pass": self.count(Status.PASS),
-            "skip": self.count(Status.SKIP_UNDECLARED, Status.SKIP_NO_HARDWARE),
+            "skip": sum(result.status.skipped for result in self.results),
             "fail": len(self.failures),
-            "skip_undeclared": self.count(Status.SKIP_UNDECLARED),
-            "skip_no_hardware": self.count(Status.SKIP_NO_HARDWARE),
+            **{_key(status): self.count(status) for status in Status if status.skipped},
             "backend": self.backend,
             **self.identity,
             "coverage": self.coverage.to_json(),
             "results": [result.to_json() for result in self.results],
         }
+
+
+def _key(status: Status) -> str:
+    """ "skip_undeclared" and so on."""
+    return status.name.lower()
 
 
 def write_junit(report: Report, path: Path) -> None:
@@ -168,14 +181,15 @@ def printable(text: str) -> str:
 
 def print_table(report: Report, console: Console) -> None:
     """Counts by subject for a person, then every failure in full."""
-    table = Table(title=f"conformance of {report.backend}{_emulated(report)}")
+    table = Table(title=f"conformance of {report.backend}{_where(report)}")
     table.add_column("checks", no_wrap=True)
-    for column in ("PASS", "FAIL", "SKIP\nundeclared", "SKIP\nno hardware"):
-        table.add_column(column, justify="right")
+    shown = [status for status in Status if status in _ALWAYS_SHOWN or report.count(status)]
+    for status in shown:
+        table.add_column(status.value.replace(" ", "\n", 1), justify="right")
     for subject, counts in _by_subject(report.results):
-        table.add_row(subject, *(str(counts[status] or "") for status in Status))
+        table.add_row(subject, *(str(counts[status] or "") for status in shown))
     table.add_section()
-    table.add_row("all", *(str(report.count(status)) for status in Status))
+    table.add_row("all", *(str(report.count(status)) for status in shown))
     console.print(table)
     for result in report.failures:
         fault = result.fault.value if result.fault else ""
@@ -184,8 +198,10 @@ def print_table(report: Report, console: Console) -> None:
     console.print(f"coverage: {tried} of {declared} declared operator x dtype x shape class", markup=False)
 
 
-def _emulated(report: Report) -> str:
-    return " (emulated)" if report.identity.get("emulated") else ""
+def _where(report: Report) -> str:
+    emulated = " (emulated)" if report.identity.get("emulated") else ""
+    address = report.identity.get("address")
+    return f"{emulated} at {address}" if address else emulated
 
 
 def _by_subject(results: Iterable[Result]) -> list[tuple[str, Counter[Status]]]:

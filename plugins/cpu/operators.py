@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,16 +12,25 @@ from torch.nn import functional
 
 from plugins.cpu.memory import PackedWeight
 from plugins.sdk.operators import OperatorSet
-from plugins.sdk.reference import sampling
+from plugins.sdk.reference import quantized, routing, sampling
 
 _LEAST_ROWS = 4
 """A single row runs faster as one of four: oneDNN's kernel for one row reads the weights more slowly."""
 _CANDIDATES = 1024
 """Largest scores looked at first by top-p; only a distribution flatter than that is sorted as a whole."""
+_SORTED_ROWS = 32
+"""Up to so many rows a sort of all experts is faster than finding the largest."""
+_EXACT_TERMS = 1024
+"""Products of int8 that float32 adds up exactly: 1024 * 127 * 127 < 2 ** 24."""
 
 
 class CpuOperators(OperatorSet):
-    """Covers the whole catalogue."""
+    """Covers the catalogue, but for what is as fast by its parts: qkv_rotary and experts, whose products
+    oneDNN has packed weights for.
+    """
+
+    constraints: ClassVar[Mapping[str, Sequence[str]]] = {"linear_w4a16": ("J % Q == 0",)}
+    """A byte has one scale and one zero point."""
 
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """torch's gather of rows."""
@@ -120,6 +131,35 @@ class CpuOperators(OperatorSet):
             floor = torch.maximum(floor, _filter_floor(scores, top_k, top_p))
         return sampling.draw(scores, floor, uniform)
 
+    def moe_route(self, router_logits: Tensor, top_k: int, renormalize: int) -> tuple[Tensor, Tensor]:
+        """As the reference for few rows; else without sorting experts that are not chosen."""
+        if len(router_logits) <= _SORTED_ROWS:
+            return routing.moe_route(router_logits, top_k, renormalize)
+        probabilities = router_logits.softmax(dim=-1, dtype=torch.float32)
+        ids = _largest(probabilities, top_k)
+        weights = probabilities.gather(1, ids)
+        return (weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights), ids
+
+    def linear_w8a8(self, x: Tensor, weight: Any, scale: Any, bias: Tensor | None = None) -> Tensor:
+        """Integer sums, in float32 where the processor has no exact ones."""
+        values, step = quantized.quantize_rows(x)
+        sums = torch._int_mm(values, weight.T) if _has_exact_int8() else _add_in_blocks(values, weight)
+        product = sums.float().mul_(step.unsqueeze(-1)).mul_(scale)
+        if bias is not None:
+            product += bias
+        return product.to(x.dtype)
+
+    def linear_w4a16(
+        self, x: Tensor, weight: Any, scale: Any, zero: Any, bias: Tensor | None = None
+    ) -> Tensor:
+        """Even and odd columns one after the other, so that unpacked weights need not be interleaved."""
+        even, odd = x.float().reshape(len(x), -1, 2).unbind(-1)
+        low, high = (_dequantise(half, scale, zero) for half in _halves(weight, scale.shape[1]))
+        product = torch.addmm(even @ low.T, odd, high.T)
+        if bias is not None:
+            product += bias
+        return product.to(x.dtype)
+
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
@@ -159,3 +199,43 @@ def _sorted_top_p(scores: Tensor, by_k: Tensor, top_p: Tensor) -> Tensor:
     ordered = scores.sort(dim=-1, descending=True).values
     by_p, found = sampling.top_p_floor(scores, ordered, by_k, top_p)
     return by_p.masked_fill(~found, float("-inf"))
+
+
+def _largest(probabilities: Tensor, count: int) -> Tensor:
+    """Ids of the largest, the lowest first among equals: int64 [t, count].
+
+    The bits of a float that is not negative order as it does; behind them the id makes equals differ.
+    """
+    experts = probabilities.shape[1]
+    keys = (probabilities.view(torch.int32).long() << 16) | torch.arange(experts - 1, -1, -1)
+    return experts - 1 - (keys.topk(count, dim=-1).values & 0xFFFF)
+
+
+@functools.cache
+def _has_exact_int8() -> bool:
+    """Whether torch's integer product is one here. Where a processor lacks the instructions for it (VNNI),
+    oneDNN adds pairs of products in 16 bits, which saturate.
+    """
+    values = torch.full((4, 64), quantized.LEVELS, dtype=torch.int8)
+    sums: Tensor = torch._int_mm(values, values.T)
+    return bool((sums == 64 * quantized.LEVELS**2).all())
+
+
+def _add_in_blocks(values: Tensor, weight: Tensor) -> Tensor:
+    """int8 [t, k] times int8 [n, k] transposed: float64 [t, n], each block of columns exact in float32."""
+    total = torch.zeros(len(values), len(weight), dtype=torch.float64)
+    for first in range(0, values.shape[1], _EXACT_TERMS):
+        block = slice(first, first + _EXACT_TERMS)
+        total += values[:, block].float() @ weight[:, block].float().T
+    return total
+
+
+def _halves(packed: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """uint8 [n, j] -> its low and its high halves, [n, groups, columns of a group / 2] each."""
+    grouped = packed.reshape(len(packed), groups, -1)
+    return grouped & 15, grouped >> 4
+
+
+def _dequantise(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """float32 [n, columns], from [n, groups, columns of a group]."""
+    return (values - zero.float().unsqueeze(-1)).mul_(scale.unsqueeze(-1)).flatten(1)

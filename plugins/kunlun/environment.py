@@ -13,6 +13,7 @@ from meshkit.errors import FailedPrecondition
 MODULES = ("torch_xmlir", "cocopod", "xspeedgate_ops", "kunlun_ops")
 VISIBILITY = ("XPU_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """Both are set, to the same ids: which of the two wins differs between builds."""
+DEVICE_FILE = "xpu"
 _LIBRARIES = "/usr/local/xre/so:/usr/local/xccl/so"
 _SETTINGS = {
     "CUDA_DEVICE_ORDER": "OAM_ID",
@@ -69,14 +70,6 @@ def _visible_ids(environment: Mapping[str, str]) -> str | None:
             reason="ENVIRONMENT",
         )
     return next(iter(given.values()), None)
-
-
-def count_device_files(visible: str | None, *, root: Path = Path("/")) -> int:
-    """Chips that the driver has for this process, by its device files; of named ones those that are there."""
-    files = [path for path in (root / "dev").glob("xpu[0-9]*") if path.name.removeprefix("xpu").isdigit()]
-    if visible is None:
-        return len(files)
-    return sum(part.strip().isdigit() and int(part) < len(files) for part in visible.split(","))
 
 
 def look_for_runtime(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshkit.errors import FailedPrecondition
+from plugins.kunlun import moe, quantised
 from plugins.kunlun.decode import DecodeVariant
 from plugins.kunlun.runtime import Runtime
-from plugins.sdk.capabilities import OperatorCapability
 from plugins.sdk.kv_layout import KvLayout
 from plugins.sdk.memory import MemoryManager
 from plugins.sdk.operators import OperatorSet
@@ -28,16 +28,33 @@ KV_LAYOUT = KvLayout(("kv", "page", "head", "token", "value"))
 
 _FLOAT_OPERATORS = (
     "linear", "rms_norm", "add_rms_norm", "rotary", "silu_mul", "write_kv", "attention_prefill",
-    "attention_decode",
+    "attention_decode", "moe_route",
 )  # fmt: skip
+_EXPERT_DTYPES = ("bfloat16", "float16")
+"""No use of the experts' kernels in float32 is known."""
+_INT8_DTYPES = ("bfloat16",)
+"""gemm_I8_I8_bf16_nt gives no other."""
 _HEADS = f"D in {HEAD_DIMS}"
 _PAGES = f"S in {PAGE_SIZES}"
 CONSTRAINTS: Mapping[str, Sequence[str]] = {
     "write_kv": (_HEADS, _PAGES),
     "attention_prefill": (_HEADS, _PAGES, "H % G == 0"),
     "attention_decode": (_HEADS, _PAGES, "H % G == 0"),
+    "linear_w8a8": ("K % 16 == 0", "N % 16 == 0"),
+    "moe_experts_w8a8": ("K % 16 == 0", "I % 16 == 0"),
 }
-"""In the symbols of the operator catalogue: D head size, S page size, H query heads, G key/value heads."""
+"""In the symbols of the operator catalogue: D head size, S page size, H query heads, G key/value heads; K, N
+and I are widths. int8 products are known to be used with multiples of 16 only.
+"""
+_4_BITS_REASON = (
+    "how kunlun_ops' 4-bit kernels (dequant_int4, awq_gemm, gptq_gemm) want nibbles, zero points and groups "
+    "laid out is not known"
+)
+_UNCOVERED: Mapping[str, str] = {
+    "linear_w4a16": _4_BITS_REASON,
+    "moe_experts_w4a16": _4_BITS_REASON,
+    "qkv_rotary": "kunlun_ops has no kernel of it",
+}
 _SAMPLE_REASON = (
     "draws are counter-based in float64, which is off on the chip: the framework's reference runs on the host"
 )
@@ -49,16 +66,26 @@ class Findings:
 
     prefix_is_causal: the flag under which the prefix path of prefill masks causally.
     decode: the build's decode kernel and how it takes the scale; None: none agrees with the reference.
+    int8_product: the build's product of int8 matrices.
     """
 
     prefix_is_causal: bool
     decode: DecodeVariant | None
+    int8_product: str = quantised.PRODUCTS[0]
 
 
 class KunlunOperators(OperatorSet):
-    """All but `sample`. Caches are [2, pages, page, g, d] as everywhere, in the kernels' order in memory."""
+    """What kunlun_ops has kernels for. Caches are [2, pages, page, g, d] as everywhere, in the kernels' order
+    in memory.
+    """
 
-    constraints: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(_FLOAT_OPERATORS, DTYPES)
+    dtypes: ClassVar[Mapping[str, Sequence[str]]] = {
+        **dict.fromkeys(_FLOAT_OPERATORS, DTYPES),
+        "moe_experts": _EXPERT_DTYPES,
+        "linear_w8a8": _INT8_DTYPES,
+        "moe_experts_w8a8": _INT8_DTYPES,
+    }
+    constraints: ClassVar[Mapping[str, Sequence[str]]] = CONSTRAINTS
     kv_layout: ClassVar[KvLayout] = KV_LAYOUT
 
     def __init__(
@@ -78,10 +105,6 @@ class KunlunOperators(OperatorSet):
     def torch_device(self, device: int) -> torch.device:
         """`cuda:N`: so the chip appears."""
         return self._runtime.torch_device(device)
-
-    def capabilities(self) -> list[OperatorCapability]:
-        """With the kernels' limits."""
-        return [replace(each, constraints=CONSTRAINTS.get(each.name, ())) for each in super().capabilities()]
 
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """torch's gather of rows."""
@@ -191,6 +214,52 @@ class KunlunOperators(OperatorSet):
         """The reference on the host: a chip without float64 would draw other tokens than its peers."""
         settings = (each.cpu() for each in (temperature, top_k, top_p, min_p, uniform))
         return sampling.sample(logits.cpu(), *settings).to(logits.device)
+
+    def moe_route(self, router_logits: Tensor, top_k: int, renormalize: int) -> tuple[Tensor, Tensor]:
+        """kunlun_ops.moe_softmax_topk_norm, which always divides by the sum; torch's sort without that."""
+        if not renormalize:
+            return moe.route_without_norm(router_logits, top_k)
+        return moe.route(self._ops, router_logits, top_k)
+
+    def moe_experts(self, x: Tensor, gate_up: Any, down: Any, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        """kunlun_ops.moe_pre_sorted, moe_fc, swiglu, moe_fc, moe_post."""
+        return moe.mix_experts(
+            self._ops,
+            x,
+            weights,
+            expert_ids,
+            experts=gate_up.shape[0],
+            gate_up=moe.float_product(self._ops, gate_up),
+            down=moe.float_product(self._ops, down),
+        )
+
+    def linear_w8a8(self, x: Tensor, weight: Any, scale: Any, bias: Tensor | None = None) -> Tensor:
+        """kunlun_ops.quant2d, then the build's int8 product."""
+        return quantised.multiply(self._ops, self._findings.int8_product, x, weight, scale, bias)
+
+    def moe_experts_w8a8(
+        self,
+        x: Tensor,
+        gate_up: Any,
+        gate_up_scale: Any,
+        down: Any,
+        down_scale: Any,
+        weights: Tensor,
+        expert_ids: Tensor,
+    ) -> Tensor:
+        """As moe_experts, with kunlun_ops.quant2d before each moe_fc."""
+        return moe.mix_experts(
+            self._ops,
+            x,
+            weights,
+            expert_ids,
+            experts=gate_up.shape[0],
+            gate_up=moe.int8_product(self._ops, gate_up, gate_up_scale),
+            down=moe.int8_product(self._ops, down, down_scale),
+        )
+
+    def _why_reference(self, name: str, dtype: str | None = None) -> str:
+        return _UNCOVERED.get(name) or super()._why_reference(name, dtype)
 
     def _reference(self, name: str) -> Callable[..., Any]:
         return self.sample if name == "sample" else super()._reference(name)

@@ -17,7 +17,10 @@ from meshkit.telemetry.logging import get_logger
 from plugins.kunlun.decode import find_decode_variants
 from plugins.kunlun.memory import TORCH_DTYPES
 from plugins.kunlun.operators import DTYPES, KV_LAYOUT, PAGE_SIZES, Findings, KunlunOperators
+from plugins.kunlun.quantised import PRODUCTS
 from plugins.kunlun.runtime import Runtime
+from plugins.sdk.catalogue import CATALOGUE
+from plugins.sdk.declined import declined_at_start
 from plugins.sdk.memory import MemoryManager
 from plugins.sdk.operators import REFERENCE
 
@@ -33,6 +36,8 @@ _DEVICE = 0
 _HEADS, _GROUPS, _SIZE = 6, 2, 64
 _PAGE = PAGE_SIZES[0]
 _PAGES = 6
+_INT8_WIDTH = 272
+"""More than two blocks of 128: a build whose int8 kernels want one maximum a block is told apart."""
 
 Inputs = dict[str, Any]
 
@@ -52,7 +57,8 @@ def start_operators(memory: MemoryManager, runtime: Runtime) -> KunlunOperators:
         runtime.synchronize(_DEVICE)
         findings = _settle(memory, runtime)
         trial = KunlunOperators(memory, runtime, findings)
-        declined = {name: reason for name in _operators() if (reason := _difference(trial, name, runtime))}
+        differences = {name: _difference(trial, name, memory, runtime) for name in _operators()}
+    declined = {name: declined_at_start(reason) for name, reason in differences.items() if reason}
     for name, reason in declined.items():
         log.warning("operator is denied: it failed its comparison at load", operator=name, reason=reason)
     return KunlunOperators(memory, runtime, findings, declined=declined)
@@ -64,24 +70,27 @@ def _settle(memory: MemoryManager, runtime: Runtime) -> Findings:
     """
 
     def agrees(name: str, findings: Findings) -> bool:
-        return not _difference(KunlunOperators(memory, runtime, findings), name, runtime)
+        return not _difference(KunlunOperators(memory, runtime, findings), name, memory, runtime)
 
     causal = [choice for choice in (True, False) if agrees("attention_prefill", Findings(choice, None))]
     variants = find_decode_variants(runtime.ops)
     decodes = [variant for variant in variants if agrees("attention_decode", Findings(True, variant))]
+    products = [product for product in PRODUCTS if agrees("linear_w8a8", Findings(True, None, product))]
     return Findings(
-        prefix_is_causal=causal[0] if causal else True, decode=next(iter(decodes or variants), None)
+        prefix_is_causal=causal[0] if causal else True,
+        decode=next(iter(decodes or variants), None),
+        int8_product=(products or PRODUCTS)[0],
     )
 
 
-def _difference(operators: KunlunOperators, name: str, runtime: Runtime) -> str:
+def _difference(operators: KunlunOperators, name: str, memory: MemoryManager, runtime: Runtime) -> str:
     """How an operator differs from the reference; "" where it does not."""
     for case in _CASES:
         if case.operator != name:
             continue
-        for dtype in DTYPES:
+        for dtype in operators.dtypes.get(name, DTYPES):
             try:
-                problem = _compare(operators, case, TORCH_DTYPES[dtype], runtime)
+                problem = _compare(operators, case, TORCH_DTYPES[dtype], memory, runtime)
             except Exception as error:  # noqa: BLE001 - whatever a kernel raises is a reason to decline it
                 problem = f"{type(error).__name__}: {error}"
             if problem:
@@ -89,11 +98,17 @@ def _difference(operators: KunlunOperators, name: str, runtime: Runtime) -> str:
     return ""
 
 
-def _compare(operators: KunlunOperators, case: _Case, dtype: torch.dtype, runtime: Runtime) -> str:
+def _compare(
+    operators: KunlunOperators, case: _Case, dtype: torch.dtype, memory: MemoryManager, runtime: Runtime
+) -> str:
     inputs = case.make(dtype)
     wanted = _results(REFERENCE[case.operator](**(expected := _copied(inputs))), expected, case)
     given = {name: _on_device(value, runtime) for name, value in _copied(inputs).items()}
-    got = _results(getattr(operators, case.operator)(**given), given, case)
+    weights = {
+        name: memory.relayout_weight(given[name], operator=case.operator, parameter=name)
+        for name in CATALOGUE[case.operator].weights
+    }
+    got = _results(getattr(operators, case.operator)(**{**given, **weights}), given, case)
     runtime.synchronize(_DEVICE)
     changed = [name for name, value in given.items() if name != case.writes and _changed(value, inputs[name])]
     if changed:
@@ -215,6 +230,75 @@ def _decode(dtype: torch.dtype) -> Inputs:
     }
 
 
+def _moe_route(rows: int, experts: int, top_k: int, renormalize: int) -> Callable[[torch.dtype], Inputs]:
+    """Whole numbers, among which equals are common: the lowest id has to come first."""
+
+    def make(dtype: torch.dtype) -> Inputs:
+        logits = (1.5 * _random(1, rows, experts)).round()
+        return {"router_logits": logits.to(dtype), "top_k": top_k, "renormalize": renormalize}
+
+    return make
+
+
+def _choices(rows: int, experts: int, top_k: int) -> Inputs:
+    """Different experts for each token, in no order; the last one is nobody's."""
+    ids = _random(6, rows, experts - 1).argsort(dim=1)[:, :top_k].contiguous()
+    return {"weights": _random(7, rows, top_k).softmax(dim=1), "expert_ids": ids}
+
+
+def _all_to_one(rows: int, expert: int) -> Inputs:
+    return {"weights": torch.full((rows, 1), 0.75), "expert_ids": torch.full((rows, 1), expert)}
+
+
+def _moe_experts(experts: int, choices: Inputs) -> Callable[[torch.dtype], Inputs]:
+    def make(dtype: torch.dtype) -> Inputs:
+        return {
+            "x": _random(1, choices["expert_ids"].shape[0], 96).to(dtype),
+            "gate_up": (_random(2, experts, 80, 96) / 10).to(dtype),
+            "down": (_random(3, experts, 96, 40) / 6).to(dtype),
+            **choices,
+        }
+
+    return make
+
+
+def _int8_weight(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
+    """Random int8 [..., out, in] and scales [..., out], no two alike, for products of about 1."""
+    values = (40 * _random(seed, *shape)).round().clamp(-127, 127).to(torch.int8)
+    scales = (1 + _random(seed + 10, *shape[:-1]).abs()) / (60 * shape[-1] ** 0.5)
+    return values, scales
+
+
+def _linear_w8a8(rows: int, *, biased: bool) -> Callable[[torch.dtype], Inputs]:
+    """Rows of different magnitude; of several the last one is zeros."""
+
+    def make(dtype: torch.dtype) -> Inputs:
+        weight, scale = _int8_weight(2, 48, _INT8_WIDTH)
+        x = _random(1, rows, _INT8_WIDTH) * torch.arange(1, rows + 1).unsqueeze(1)
+        if rows > 1:
+            x[-1] = 0
+        inputs: Inputs = {"x": x.to(dtype), "weight": weight, "scale": scale}
+        return {**inputs, "bias": _random(4, 48).to(dtype)} if biased else inputs
+
+    return make
+
+
+def _moe_experts_w8a8(experts: int, choices: Inputs) -> Callable[[torch.dtype], Inputs]:
+    def make(dtype: torch.dtype) -> Inputs:
+        gate_up, gate_up_scale = _int8_weight(2, experts, 96, _INT8_WIDTH)
+        down, down_scale = _int8_weight(3, experts, _INT8_WIDTH, 48)
+        return {
+            "x": _random(1, choices["expert_ids"].shape[0], _INT8_WIDTH).to(dtype),
+            "gate_up": gate_up,
+            "gate_up_scale": gate_up_scale,
+            "down": down,
+            "down_scale": down_scale,
+            **choices,
+        }
+
+    return make
+
+
 def _argmax(dtype: torch.dtype) -> Inputs:
     """The lowest among equals wins."""
     del dtype
@@ -234,6 +318,16 @@ _CASES = (
     _Case("attention_prefill", _prefill(_PAGE + 5, 20)),
     _Case("attention_decode", _decode),
     _Case("argmax", _argmax),
+    _Case("moe_route", _moe_route(5, 13, 4, renormalize=1)),
+    _Case("moe_route", _moe_route(1, 60, 4, renormalize=1)),
+    _Case("moe_route", _moe_route(5, 13, 4, renormalize=0)),
+    _Case("linear_w8a8", _linear_w8a8(5, biased=True)),
+    _Case("linear_w8a8", _linear_w8a8(1, biased=False)),
+    *(
+        _Case(operator, make(experts, choices))
+        for operator, make in (("moe_experts", _moe_experts), ("moe_experts_w8a8", _moe_experts_w8a8))
+        for experts, choices in ((7, _choices(29, 7, 3)), (13, _choices(1, 13, 4)), (5, _all_to_one(9, 3)))
+    ),
 )
 
 

@@ -12,22 +12,22 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from meshkit.errors import FailedPrecondition
 from meshkit.telemetry.logging import get_logger
 from plugins.kunlun.environment import (
+    DEVICE_FILE,
     MODULES,
     VISIBILITY,
-    count_device_files,
     look_for_runtime,
     prepare_environment,
     require_pieces,
 )
 from plugins.kunlun.options import KunlunOptions
 from plugins.kunlun.stacks import check_stack
+from plugins.sdk.visibility import Visibility, count_device_files
 
 if TYPE_CHECKING:  # importing this file must not load torch: the environment comes first
     import torch
@@ -59,7 +59,10 @@ class Runtime:
     emulation_note: str = ""
     device: int = 0
     _device_synchronize_works: bool = field(default=True, repr=False)
-    _told: bool = field(default=False, repr=False)
+    _visibility: Visibility = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._visibility = Visibility(VISIBILITY, self.visible, self.environment)
 
     @property
     def emulated(self) -> bool:
@@ -69,7 +72,7 @@ class Runtime:
     @property
     def physical_device_count(self) -> int | None:
         """Chips by the driver's device files; None: none is physical."""
-        return None if self.emulated else count_device_files(self.visible)
+        return None if self.emulated else count_device_files(DEVICE_FILE, self.visible)
 
     def torch_device(self, index: int) -> torch.device:
         """Where torch keeps tensors of device `index`."""
@@ -106,11 +109,11 @@ class Runtime:
 
     def check_visibility(self) -> None:
         """Log once that a visibility variable was changed after the runtime had loaded: without effect."""
-        changed = [name for name in VISIBILITY if self.environment.get(name) != self.visible]
-        if changed and not self._told:
-            self._told = True
-            log.warning("visibility changed after the runtime was loaded; it has no effect until a restart",
-                        variables=changed, in_effect=self.visible or "all")  # fmt: skip
+        self._visibility.warn_if_changed()
+
+    def require_visible(self) -> None:
+        """Settles which visibility variable counts: as many devices have to be seen as were named."""
+        self._visibility.require_seen(self.cuda.device_count(), listed_by="xpu-smi")
 
 
 def open_runtime(options: KunlunOptions) -> Runtime:
@@ -143,12 +146,15 @@ def _open_emulator(environment: Mapping[str, str], visible: str | None) -> Runti
         emulation_note=importlib.import_module(_EMULATOR).NOTE,
     )
     _check_chip(loaded["torch_xmlir"], cuda)
-    _check_visible_count(runtime)
+    runtime.require_visible()
     return runtime
 
 
 def _open_vendor(options: KunlunOptions, visible: str | None) -> Runtime:
     loaded = _import_in_order("")
+    # After the vendor's modules: it imports torch.
+    from plugins.sdk.process_group import new_process_group  # noqa: PLC0415
+
     torch = importlib.import_module("torch")
     versions = {name: _version_of(name, module) for name, module in loaded.items()}
     if options.check_versions:
@@ -158,11 +164,11 @@ def _open_vendor(options: KunlunOptions, visible: str | None) -> Runtime:
         cuda=torch.cuda,
         ops=loaded["kunlun_ops"],
         versions=versions,
-        new_process_group=_new_process_group,
+        new_process_group=new_process_group,
         visible=visible,
         environment=os.environ,
     )
-    _check_visible_count(runtime)
+    runtime.require_visible()
     return runtime
 
 
@@ -203,38 +209,9 @@ def _check_chip(torch_xmlir: Any, cuda: Any) -> None:
         )
 
 
-def _check_visible_count(runtime: Runtime) -> None:
-    """Settles which visibility variable counts: as many devices have to be seen as were named."""
-    if runtime.visible is None:
-        return
-    wanted, seen = len(runtime.visible.split(",")), runtime.cuda.device_count()
-    if wanted != seen:
-        raise FailedPrecondition(
-            f"{' and '.join(VISIBILITY)} name {wanted} devices ({runtime.visible}), but the runtime sees "
-            f"{seen}; name devices that xpu-smi lists",
-            field="backend",
-            reason="VISIBILITY",
-        )
-
-
 def _version_of(name: str, module: ModuleType) -> str:
     """By the package's metadata, else by the module itself; "" where neither says."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return str(getattr(module, "__version__", ""))
-
-
-def _new_process_group(
-    *, backend: str, store: Any, rank: int, world_size: int, name: str, timeout: timedelta
-) -> Any:
-    """A process group of its own, beside torch.distributed's global one, by the backend's name. torch has no
-    public call for that; this one has kept its leading parameters from 2.5 to 2.13.
-    """
-    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
-    own = c10d.PrefixStore(f"xccl/{name}", store)
-    group, _ = c10d._new_process_group_helper(
-        world_size, rank, [], c10d.Backend(backend), own, group_name=f"chipmesh/{name}", timeout=timeout
-    )
-    c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
-    return group

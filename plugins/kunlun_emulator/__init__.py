@@ -8,6 +8,7 @@ from __future__ import annotations
 
 NOTE = (
     "kunlun_ops, torch_xmlir and XCCL are emulated on the host; device strings, the vendor's libraries, "
-    "graph capture, streams, the rounding and the speed of its kernels are unverified on hardware"
+    "graph capture, streams, the order of rows within expert layers, what int8 kernels take as maxima, the "
+    "rounding and the speed of its kernels are unverified on hardware"
 )
 """What lies below the seam (plugins/kunlun/runtime.py) and no emulation can show."""

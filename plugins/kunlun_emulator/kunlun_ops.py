@@ -19,7 +19,34 @@ from plugins.kunlun_emulator.limits import (
     check_lod,
     require,
 )
+from plugins.kunlun_emulator.moe import (
+    gen_block_statistic,
+    moe_fc,
+    moe_post,
+    moe_pre_sorted,
+    moe_softmax_topk_norm,
+)
+from plugins.kunlun_emulator.quantised import gemm_I8_I8_bf16_nt, matmul, quant2d
 
+__all__ = [
+    "add_rmsnorm",
+    "gemm_I8_I8_bf16_nt",
+    "gen_block_statistic",
+    "matmul",
+    "moe_fc",
+    "moe_post",
+    "moe_pre_sorted",
+    "moe_softmax_topk_norm",
+    "paged_attention",
+    "prefill_attention",
+    "quant2d",
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
+    "rmsnorm",
+    "rotary_embedding",
+    "speculative_attention",
+    "swiglu",
+]
 __version__ = "0.1.205+emulated"
 
 if "plugins.kunlun_emulator.xspeedgate_ops" not in sys.modules:

@@ -42,6 +42,21 @@ def check_int32(operator: str, **tensors: Tensor) -> None:
         require(tensor.is_contiguous(), f"{operator}: {name} is not contiguous")
 
 
+def check_float32(operator: str, **tensors: Tensor) -> None:
+    """All `tensors` are contiguous float32."""
+    for name, tensor in tensors.items():
+        require(tensor.dtype == torch.float32, f"{operator}: {name} is {tensor.dtype}; it takes fp32")
+        require(tensor.is_contiguous(), f"{operator}: {name} is not contiguous")
+
+
+def check_shape(operator: str, shape: tuple[int, ...], **tensors: Tensor) -> None:
+    """All `tensors` have this shape."""
+    for name, tensor in tensors.items():
+        require(
+            tuple(tensor.shape) == shape, f"{operator}: {name} is {list(tensor.shape)}; it is {list(shape)}"
+        )
+
+
 def check_both_sides(operator: str, name: str, host: Tensor | None, device: Tensor | None) -> Tensor:
     """Lengths come twice, int32, in memory of the host and of the device: returns them."""
     if host is None or device is None:

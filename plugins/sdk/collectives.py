@@ -13,8 +13,10 @@ from plugins.sdk.drift import ContractClass
 class Collectives(ContractClass, contract=True):
     """Primitives over framework tensors. Each returns a new tensor and is complete on return.
 
-    Every call raises NotFound for an unknown group, and DeadlineExceeded, which names the ranks that did not
-    come, after `timeout_s` (None: as given to `init_group`).
+    Every call raises NotFound for an unknown group; DeadlineExceeded, which names the ranks that did not
+    come, after `timeout_s` (None: as given to `init_group`, which is also the most); and Unavailable where a
+    rank was lost. After the last two the group is given up until it is destroyed. plugins.sdk.process_group
+    has all of it for libraries that torch knows as a process group.
     """
 
     @property
@@ -48,7 +50,7 @@ class Collectives(ContractClass, contract=True):
 
     @abc.abstractmethod
     def barrier(self, name: str, *, timeout_s: float | None = None) -> None:
-        """Return when all ranks have come."""
+        """Return when all ranks have come. From other primitives a rank may return before."""
 
     @abc.abstractmethod
     def destroy_group(self, name: str) -> None:

@@ -4,6 +4,7 @@ torch.
 
 from __future__ import annotations
 
+from plugins.sdk.assembled import AssembledBackend
 from plugins.sdk.backend import Backend, PluginInfo, RunnerContext
 from plugins.sdk.capabilities import CapabilityReport, Coverage, LinkCapability, OperatorCapability
 from plugins.sdk.collectives import Collectives
@@ -18,6 +19,7 @@ from plugins.sdk.versions import CONTRACT_VERSION, Version, parse_version, versi
 
 __all__ = [
     "CONTRACT_VERSION",
+    "AssembledBackend",
     "Backend",
     "Buffer",
     "CapabilityReport",

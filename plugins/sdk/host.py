@@ -12,7 +12,7 @@ import numpy as np
 from meshkit.errors import InvalidArgument, NotFound
 from plugins.sdk.device import PHYSICAL_COUNT, DeviceManager, DeviceProperties
 from plugins.sdk.host_limits import processor_name, read_memory_limit, usable_cpus
-from plugins.sdk.memory import MemoryStats, PooledMemory
+from plugins.sdk.memory import Buffer, HostBytes, MemoryStats, PooledMemory, check_copy
 from plugins.sdk.tensors import HostTensor
 
 
@@ -21,7 +21,8 @@ class HostDevices(DeviceManager):
 
     Work ends before a call returns, so streams and events are ids that are checked.
 
-    count: number of devices; None: one for each processor that this process may use.
+    count: number of devices; None: one for each processor that this process may use. Devices of a number that
+        was chosen are places to run, none of them physical, and say no physical count.
     threads: compute threads; None: the processors that this process may use.
     """
 
@@ -33,6 +34,7 @@ class HostDevices(DeviceManager):
         attributes: Mapping[str, str] | None = None,
     ) -> None:
         self._count = count or usable_cpus()
+        self._physical = {} if count else {PHYSICAL_COUNT: str(usable_cpus())}
         self._threads = threads or usable_cpus()
         self._attributes = dict(attributes or {})
         self._ids = itertools.count()
@@ -61,7 +63,7 @@ class HostDevices(DeviceManager):
             attributes={
                 "architecture": platform.machine(),
                 "usable_cpus": str(usable_cpus()),
-                PHYSICAL_COUNT: str(usable_cpus()),
+                **self._physical,
                 "memory_limit_source": memory.source,
                 **self._attributes,
             },
@@ -104,8 +106,7 @@ class HostDevices(DeviceManager):
 
 
 class HostMemory(PooledMemory):
-    """Host memory without a tensor framework: buffers are bytes, tensors numpy arrays (bfloat16 as its
-    bits).
+    """Host memory without a tensor framework: tensors are numpy arrays (bfloat16 as its bits).
 
     count: number of devices, as for HostDevices.
     """
@@ -113,6 +114,12 @@ class HostMemory(PooledMemory):
     def __init__(self, *, count: int | None = None) -> None:
         super().__init__()
         self._count = count or usable_cpus()
+
+    def copy(self, source: Buffer | HostBytes, destination: Buffer | bytearray | memoryview) -> None:
+        """As the contract says; all memory is the host's."""
+        check_copy(source, destination)
+        read, write = self._bytes_at(source), self._bytes_at(destination)
+        write[:] = read
 
     def stats(self, device: int) -> MemoryStats:
         """The control group's limit, and what this process has allocated here."""
@@ -144,7 +151,7 @@ class HostMemory(PooledMemory):
 
     def _reserve(self, nbytes: int, device: int | None) -> Any:
         self._check_device(device or 0)
-        return bytearray(nbytes)
+        return reserve_host(nbytes)
 
     def _view(self, memory: Any, shape: tuple[int, ...], dtype: str) -> Any:
         count = int(np.prod(shape, dtype=np.int64))
@@ -153,7 +160,28 @@ class HostMemory(PooledMemory):
     def _bytes_of(self, memory: Any) -> memoryview:
         return memoryview(memory)
 
+    def _bytes_at(self, place: Buffer | HostBytes) -> memoryview:
+        if not isinstance(place, Buffer):
+            return memoryview(place).cast("B")
+        return self._bytes_of(self._memory_of(place))[: place.nbytes]
 
+
+def reserve_host(nbytes: int) -> Any:
+    """A numpy array of `nbytes` zeros on a cache line's boundary: what vector loads like best. Its pages are
+    taken when they are first written.
+
+    Raises:
+        MemoryError: more than is free: the host would promise it all the same, and end the process later.
+    """
+    free = read_memory_limit().free_bytes
+    if nbytes > free:
+        raise MemoryError(f"{free} bytes are free")
+    raw = np.zeros(nbytes + _ALIGNMENT, dtype=np.uint8)
+    offset = -raw.ctypes.data % _ALIGNMENT
+    return raw[offset : offset + nbytes]
+
+
+_ALIGNMENT = 64
 _NUMPY_DTYPES = {
     name: np.dtype(np.uint16 if name == "bfloat16" else name)
     for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")

@@ -94,8 +94,9 @@ class MemoryManager(ContractClass, contract=True):
 
 
 class PooledMemory(MemoryManager):
-    """Bookkeeping and pooled reuse for plugins that bring three private methods: `_reserve`, `_view`,
-    `_bytes_of`.
+    """Bookkeeping and pooled reuse. A plugin brings `_reserve` and `_view`, and the verbs `copy`, `stats`,
+    `upload` and `download`: only it can move bytes between its device and the host. plugins.sdk.torch_memory
+    has nearly all of it for devices that torch knows, plugins.sdk.host for memory of the host.
 
     Freed memory is kept by (device, rounded size) and reused by the next allocation of that size; when the
     device is full the pool is dropped and the reservation tried once more.
@@ -146,16 +147,6 @@ class PooledMemory(MemoryManager):
         if size <= self._POOLED_AT_MOST:
             self._pool[buffer.device, size].append(entry[1])
 
-    def copy(self, source: Buffer | HostBytes, destination: Buffer | bytearray | memoryview) -> None:
-        """As the contract says, through host-visible bytes."""
-        if isinstance(source, Buffer) and isinstance(destination, Buffer):
-            self._check_same_form(source, destination)
-        read, write = self._bytes_at(source), self._bytes_at(destination)
-        if len(read) != len(write):
-            raise InvalidArgument(f"a copy of {len(read)} bytes does not fit a destination of {len(write)}",
-                                  field="destination")  # fmt: skip
-        write[:] = read
-
     @abc.abstractmethod
     def _reserve(self, nbytes: int, device: int | None) -> Any:
         """New memory of `nbytes` zeros. Raises MemoryError where there is none, NotFound for an unknown
@@ -165,10 +156,6 @@ class PooledMemory(MemoryManager):
     @abc.abstractmethod
     def _view(self, memory: Any, shape: tuple[int, ...], dtype: str) -> Any:
         """The framework's tensor over the first bytes of `memory`."""
-
-    @abc.abstractmethod
-    def _bytes_of(self, memory: Any) -> memoryview:
-        """Writable bytes of `memory` on the host."""
 
     def _pooled(self, device: int | None) -> int:
         return sum(size * len(kept) for (owner, size), kept in self._pool.items() if owner == device)
@@ -190,19 +177,30 @@ class PooledMemory(MemoryManager):
                 wanted_bytes=size,
             ) from error
 
-    def _bytes_at(self, place: Buffer | HostBytes) -> memoryview:
-        if not isinstance(place, Buffer):
-            return memoryview(place).cast("B")
-        entry = self._live.get(place.buffer_id)
+    def _memory_of(self, buffer: Buffer) -> Any:
+        """What `_reserve` made for it. Raises NotFound where it is not live."""
+        entry = self._live.get(buffer.buffer_id)
         if entry is None:
-            raise NotFound(f"buffer {place.buffer_id} is not live", field="buffer_id")
-        return self._bytes_of(entry[1])[: place.nbytes]
+            raise NotFound(f"buffer {buffer.buffer_id} is not live", field="buffer_id")
+        return entry[1]
 
-    @staticmethod
-    def _check_same_form(source: Buffer, destination: Buffer) -> None:
+
+def check_copy(source: Buffer | HostBytes, destination: Buffer | bytearray | memoryview) -> None:
+    """Raise InvalidArgument unless the two have one form: shape and dtype of buffers, else bytes."""
+    if isinstance(source, Buffer) and isinstance(destination, Buffer):
         if (source.shape, source.dtype) != (destination.shape, destination.dtype):
             raise InvalidArgument(
                 f"source is {source.dtype} {list(source.shape)}, destination {destination.dtype} "
                 f"{list(destination.shape)}",
                 field="destination",
             )
+        return
+    read, write = _count_bytes(source), _count_bytes(destination)
+    if read != write:
+        raise InvalidArgument(
+            f"a copy of {read} bytes does not fit a destination of {write}", field="destination"
+        )
+
+
+def _count_bytes(place: Buffer | HostBytes) -> int:
+    return place.nbytes if isinstance(place, Buffer) else memoryview(place).nbytes

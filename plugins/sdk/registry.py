@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import Distribution, EntryPoint, entry_points
+from typing import TypeVar
 
 from meshkit.errors import FailedPrecondition, InvalidArgument, MeshError
 from meshkit.telemetry.logging import get_logger
 from plugins.sdk.backend import Backend, PluginInfo
+from plugins.sdk.capabilities import CapabilityReport
 from plugins.sdk.load_failure import describe_failure, find_unresolved_symbol
+from plugins.sdk.report_checks import find_contradictions
 from plugins.sdk.versions import CONTRACT_VERSION, parse_version, version_in_range
 
 log = get_logger(__name__)
 
 ENTRY_POINT_GROUP = "chipmesh.device_plugins"
 BackendFactory = Callable[[Mapping[str, str]], Backend]
+T = TypeVar("T")
 
 _registered: dict[str, BackendFactory] = {}
 
@@ -68,26 +72,30 @@ def list_backends() -> list[InstalledBackend]:
 
 
 def load_backend(name: str, options: Mapping[str, str]) -> Backend:
-    """Import and start one back end, and check the versions that it declares. Imports no other plugin.
+    """Import and start one back end, and check its versions, devices and report. Imports no other plugin.
 
     Raises:
         UnknownBackend: no such name.
-        FailedPrecondition: the plugin does not import, its factory raises, or a version is outside its range.
+        FailedPrecondition: the plugin does not import, its factory raises, a version is outside its range
+            (VERSION_MISMATCH), it lists no device (NO_DEVICE), or its report contradicts itself
+            (CONTRADICTORY_REPORT).
         MeshError: as the factory raised it, for example InvalidArgument for an option.
     """
     backend = start_backend(name, options)
     info = read_info(name, backend)
     check_versions(info)
+    check_report(name, backend, device_count=count_devices(name, backend))
     loaded = f"Backend {name} loaded successfully"
     log.info(loaded, plugin_version=info.plugin_version)
     return backend
 
 
 def start_backend(name: str, options: Mapping[str, str]) -> Backend:
-    """Import and start one back end without looking at its versions: for tools that report on them.
+    """Import and start one back end without a look at its versions, devices and report: for tools that
+    report on them.
 
     Raises:
-        MeshError: as `load_backend`, but for versions.
+        MeshError: as `load_backend`, but for those.
     """
     found = _find_factory(name)
     try:
@@ -109,21 +117,93 @@ def start_backend(name: str, options: Mapping[str, str]) -> Backend:
 
 def read_info(name: str, backend: Backend) -> PluginInfo:
     """Who the plugin says it is. Raises FailedPrecondition where it cannot say."""
-    try:
-        info = backend.info()
-    except Exception as error:
-        raise FailedPrecondition(
-            f"backend {name!r} does not say who it is: {describe_failure(error)}",
-            field="backend",
-            reason="BACKEND_FAILED",
-        ) from error
+    info = _ask(name, "say who it is", backend.info)
     if not isinstance(info, PluginInfo):
+        raise _wrong_answer(name, "info()", info, "PluginInfo")
+    values = {field.name: getattr(info, field.name) for field in fields(info)}
+    if wrong := [f"{key} is {value!r}" for key, value in values.items() if not isinstance(value, str)]:
         raise FailedPrecondition(
-            f"info() of backend {name!r} returned {type(info).__name__}, not a plugins.sdk PluginInfo",
+            f"info() of backend {name!r} has to hold texts: {', '.join(wrong)}",
             field="backend",
             reason="BACKEND_FAILED",
         )
     return info
+
+
+def count_devices(name: str, backend: Backend) -> int:
+    """How many devices the plugin lists: at least one.
+
+    Raises:
+        FailedPrecondition: NO_DEVICE: none. BACKEND_FAILED: it cannot list them.
+    """
+    count = _ask(name, "list its devices", lambda: len(backend.devices.list_devices()))
+    if count == 0:
+        raise FailedPrecondition(
+            f"backend {name!r} lists no device: there is none here, or this process may not see it. Check "
+            "that the driver is loaded and that its device files can be opened here (a container has to be "
+            "given them), and that no visibility variable hides the device (those of an executor stand in "
+            "executor.environment)",
+            field="backend",
+            reason="NO_DEVICE",
+        )
+    return count
+
+
+def check_report(name: str, backend: Backend, *, device_count: int | None = None) -> None:
+    """Refuse a report that cannot be read, or contradicts itself, the catalogue or the number of devices.
+
+    Raises:
+        FailedPrecondition: CONTRADICTORY_REPORT: all contradictions are listed. BACKEND_FAILED: there is no
+            report to read.
+    """
+    report = _ask(name, "report its capabilities", backend.capabilities)
+    if not isinstance(report, CapabilityReport):
+        raise _wrong_answer(name, "capabilities()", report, "CapabilityReport")
+    found = _ask(
+        name, "give a readable report", lambda: find_contradictions(report, device_count=device_count)
+    )
+    if found:
+        raise FailedPrecondition(
+            f"the capability report of backend {name!r} has {len(found)} contradiction"
+            f"{'s' if len(found) > 1 else ''}: {'; '.join(found)}. Nothing is planned by such a report: "
+            "install a version of the plugin that corrects it",
+            field="backend",
+            reason="CONTRADICTORY_REPORT",
+        )
+    _ask(name, "give a readable report", report.to_proto)
+
+
+def describe_plugin_failure(name: str, verb: str, error: BaseException) -> FailedPrecondition:
+    """What is raised where a plugin that has started `verb`s, and fails in it."""
+    return FailedPrecondition(
+        f"backend {name!r} does not {verb}: {_one_line(describe_failure(error))}",
+        field="backend",
+        reason="BACKEND_FAILED",
+        **_symbol_facts(error),
+    )
+
+
+def _ask(name: str, verb: str, call: Callable[[], T]) -> T:
+    """The answer of a plugin. Its own MeshError passes, whatever else it raises is described."""
+    try:
+        return call()
+    except MeshError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise describe_plugin_failure(name, verb, error) from error
+
+
+def _wrong_answer(name: str, call: str, answer: object, wanted: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"{call} of backend {name!r} returned {type(answer).__name__}, not a plugins.sdk {wanted}",
+        field="backend",
+        reason="BACKEND_FAILED",
+    )
+
+
+def _one_line(text: str) -> str:
+    """Vendors' messages run over several lines; an error of ours is one."""
+    return " ".join(text.split())
 
 
 def version_matrix(info: PluginInfo) -> tuple[VersionRow, ...]:
@@ -191,7 +271,7 @@ def _failed_to_start(
     name: str, error: BaseException, distribution: Distribution | None
 ) -> FailedPrecondition:
     return FailedPrecondition(
-        f"backend {name!r} failed to start: {describe_failure(error, distribution)}",
+        f"backend {name!r} failed to start: {_one_line(describe_failure(error, distribution))}",
         field="backend",
         reason="BACKEND_FAILED",
         **_symbol_facts(error),
@@ -213,7 +293,7 @@ def _find_factory(name: str) -> _Found:
     points = [point for point in _entry_points() if point.name == name]
     if not points:
         raise _unknown(name)
-    if len({point.value for point in points}) > 1:
+    if len({(point.value, _package(point)) for point in points}) > 1:
         offers = sorted({_describe_point(point) for point in points})
         raise FailedPrecondition(
             f"backend {name!r} is offered by several packages: {', '.join(offers)}; uninstall all but one",
@@ -225,18 +305,26 @@ def _find_factory(name: str) -> _Found:
         return _Found(point.load(), point.dist)
     except (Exception, SystemExit) as error:
         raise FailedPrecondition(
-            f"backend {name!r} ({point.value}) cannot be imported: {describe_failure(error, point.dist)}",
+            f"backend {name!r} ({point.value}) cannot be imported: "
+            f"{_one_line(describe_failure(error, point.dist))}",
             field="backend",
             reason="BACKEND_IMPORT_FAILED",
             **_symbol_facts(error),
         ) from error
 
 
+def _package(point: EntryPoint) -> str:
+    """The name of the package that brought it, "" where none is known; without its version: one that lies
+    twice on the path is no other package.
+    """
+    return "" if point.dist is None else str(point.dist.metadata["Name"])
+
+
 def _describe_point(point: EntryPoint) -> str:
     """module:attribute, and the package that brought it where it is known."""
     if point.dist is None:
         return point.value
-    return f"{point.value} of {point.dist.metadata['Name']} {point.dist.version}"
+    return f"{point.value} of {_package(point)} {point.dist.version}"
 
 
 def _why_not_importable(point: EntryPoint) -> str:
@@ -244,7 +332,7 @@ def _why_not_importable(point: EntryPoint) -> str:
     try:
         point.load()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a vendor's import may fail in any way
-        return describe_failure(error, point.dist)
+        return _one_line(describe_failure(error, point.dist))
     return ""
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib import metadata
 
 CONTRACT_VERSION = "1.0"
 """Version of the device-plugin contract that this SDK holds, "MAJOR.MINOR"."""
@@ -73,3 +74,13 @@ def _holds(release: tuple[int, ...], clause: str) -> bool:
         "<": release < bound,
         ">": release > bound,
     }[match[1]]
+
+
+def installed_version(distribution: str) -> str:
+    """The version of an installed package, such as a plugin's own; "0+source" where it runs from its source
+    tree and was never installed.
+    """
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "0+source"

@@ -20,7 +20,7 @@ from plugins.verification.primitives import BARRIER, PRIMITIVES
 from plugins.verification.rank import rounds
 from plugins.verification.rank_group import GroupShape, RankGroup, RanksFailed
 from plugins.verification.report import Check, Report, Status
-from plugins.verification.request import BackendChoice, describe_search, read_choice
+from plugins.verification.request import BackendChoice, describe_search
 from plugins.verification.sizes import parse_sizes, show_size
 from plugins.verification.spawned import Message
 
@@ -71,7 +71,7 @@ class _Run:
 def main(
     *,
     backend: str,
-    options: Sequence[str],
+    options: Mapping[str, str],
     ranks: int,
     sizes: str,
     timeout_s: float,
@@ -88,7 +88,7 @@ def main(
             f"--absent-rank is {absent_rank}; ranks run from 0 to {ranks - 1}", field="--absent-rank"
         )
     shape = GroupShape(ranks, parse_sizes(sizes), timeout_s, absent_rank)
-    report, measurements = run_collectives(read_choice(backend, options), shape)
+    report, measurements = run_collectives(BackendChoice(backend, options), shape)
     if as_json:
         found = {"ranks": ranks, "measurements": [each.to_json() for each in measurements]}
         print_json({**report.to_json(), **found})

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshkit.cli.terminal import describe_error
 from meshkit.errors import MeshError
-from plugins.sdk.backend import Backend
+from plugins.sdk.backend import Backend, RunnerContext
 from plugins.sdk.collectives import Collectives
 from plugins.sdk.registry import load_backend, read_info
 from plugins.verification.arrays import decode, encode
@@ -72,6 +72,8 @@ def _introduce(task: RankTask, backend: Backend) -> dict[str, Any]:
 
 
 def _run_group(channel: Channel, task: RankTask, backend: Backend, collectives: Collectives) -> None:
+    # Its device is chosen before the group, which some libraries bind to the device of its ranks.
+    backend.create_runner(RunnerContext(device=task.rank % len(backend.devices.list_devices())))
     collectives.init_group(
         GROUP,
         rank=task.rank,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshkit.cli.tools import EMULATE
 from meshkit.errors import InvalidArgument, MeshError
 from plugins.sdk.backend import Backend, PluginInfo
 from plugins.sdk.registry import ENTRY_POINT_GROUP, UnknownBackend, list_backends
+
+_OPTIONS = "backend_options."
+_EMULATE_FLAG = f"--{EMULATE}"
 
 
 @dataclass(frozen=True)
@@ -17,15 +21,6 @@ class BackendChoice:
 
     name: str
     options: Mapping[str, str]
-
-
-def read_choice(backend: str, options: Sequence[str]) -> BackendChoice:
-    """Raises InvalidArgument (--option) for a word that is not KEY=VALUE."""
-    pairs = [word.partition("=") for word in options]
-    for word, (key, equals, _) in zip(options, pairs, strict=True):
-        if not key or not equals:
-            raise InvalidArgument(f"--option: {word!r} has not the form KEY=VALUE", field="--option")
-    return BackendChoice(backend, {key: value for key, _, value in pairs})
 
 
 def identity_of(info: PluginInfo, backend: Backend) -> dict[str, Any]:
@@ -45,11 +40,30 @@ def identity_of(info: PluginInfo, backend: Backend) -> dict[str, Any]:
 
 def usage_error(error: MeshError) -> dict[str, Any] | None:
     """For a spawned process: the message that the command line is at fault; None where the plugin is."""
-    field = error.field or ""
-    if not isinstance(error, UnknownBackend) and not field.startswith("backend_options."):
+    usage = error_of_a_flag(error)
+    if usage is None:
         return None
-    flag = "--backend" if isinstance(error, UnknownBackend) else "--option"
-    return {"usage": {"message": error.message, "reason": error.reason, "field": flag}}
+    return {"usage": {"message": usage.message, "reason": usage.reason, "field": usage.field}}
+
+
+def error_of_a_flag(error: MeshError) -> InvalidArgument | None:
+    """An error of a back end's start as one of the flag that caused it; None where it is not about a flag."""
+    flag, message = _flag_at_fault(error), error.message
+    if flag is None:
+        return None
+    if flag == _EMULATE_FLAG:
+        message = f"{flag}: {message}"  # the plugin knows of its option only
+    return InvalidArgument(message, field=flag, reason=error.reason, **error.metadata)
+
+
+def _flag_at_fault(error: MeshError) -> str | None:
+    if isinstance(error, UnknownBackend):
+        return "--backend"
+    field = error.field or ""
+    if not field.startswith(_OPTIONS):
+        return None
+    # The flag stands for this option; a plugin without an emulator refuses it as one that it does not know.
+    return _EMULATE_FLAG if field == _OPTIONS + EMULATE else "--option"
 
 
 def raise_usage_error(message: Mapping[str, Any]) -> None:

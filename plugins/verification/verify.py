@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from plugins.verification.request import (
     describe_search,
     identity_of,
     raise_usage_error,
-    read_choice,
     usage_error,
 )
 from plugins.verification.spawned import Channel, ProcessDied, ProcessSilent, Spawned
@@ -30,13 +29,13 @@ CHECKS = ("load", "versions", *DEVICE_CHECKS)
 """All checks, in the order in which they are run."""
 
 
-def main(*, backend: str, options: Sequence[str], timeout_s: float, as_json: bool) -> int:
+def main(*, backend: str, options: Mapping[str, str], timeout_s: float, as_json: bool) -> int:
     """Run, print, and return the exit code: 0, or 1 where any check failed.
 
     Raises:
         InvalidArgument: (--backend, --option) no such back end, or an option that it does not take.
     """
-    report = verify(read_choice(backend, options), timeout_s=timeout_s)
+    report = verify(BackendChoice(backend, options), timeout_s=timeout_s)
     if as_json:
         print_json(report.to_json())
     else:

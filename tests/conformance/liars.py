@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,17 +23,20 @@ from plugins.sdk.memory import Buffer, HostBytes
 from plugins.sdk.operators import OperatorSet
 from plugins.sdk.reference import operators as reference
 from plugins.sdk.reference import sampling
+from plugins.sdk.reference.fused import COMPOSITIONS, Parts
+from plugins.sdk.reference.quantized import dequantize_w4
+from plugins.sdk.reference.routing import moe_route
 
 
 class PlainMemory(CpuMemory):
     """Leaves weights as they are, for operators that do not take packed ones."""
 
-    def relayout_weight(self, weight: Any, *, operator: str) -> Any:
+    def relayout_weight(self, weight: Any, *, operator: str, parameter: str = "weight") -> Any:
         return weight
 
 
 class PlantedBackend(CpuBackend):
-    """The cpu plugin with parts replaced, and a report that still declares everything."""
+    """The cpu plugin with parts replaced, and a report that declares them all."""
 
     def __init__(
         self,
@@ -45,10 +48,13 @@ class PlantedBackend(CpuBackend):
     ) -> None:
         super().__init__(CpuOptions())
         self._memory = memory()
-        self._operators = operators(self._memory)  # type: ignore[assignment]
+        self._operators = operators(self._memory)
         self._devices = devices or self._devices
         self._collectives = None
-        self._report = report(replace(self._report, collectives=()))
+        self._change = report
+
+    def _make_report(self) -> CapabilityReport:
+        return self._change(super()._make_report())
 
 
 class WrongResult(CpuOperators):
@@ -151,6 +157,195 @@ class WrongDtype(CpuOperators):
         return super().rms_norm(x.float(), weight.float(), eps)
 
 
+class WithoutEps(CpuOperators):
+    """Leaves eps out of norms, though not so that a row of zeros shows it."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return reference.rms_norm(x, weight, 1e-30)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return reference.add_rms_norm(x, residual, weight, 1e-30)
+
+
+class TurnsTheValue(CpuOperators):
+    """Applies rotary positions to value too."""
+
+    def qkv_rotary(
+        self,
+        x: Tensor,
+        weight: Any,
+        bias: Tensor | None,
+        positions: Tensor,
+        cos_sin: Tensor,
+        heads: int,
+        kv_heads: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        made = super().qkv_rotary(x, weight, bias, positions, cos_sin, heads, kv_heads)
+        query, key, value = made
+        return query, key, reference.rotary(value, value, positions, cos_sin)[0]
+
+
+class NeverNormalises(CpuOperators):
+    """Hands out shares of all experts where shares of the chosen ones are asked for."""
+
+    def moe_route(self, router_logits: Tensor, top_k: int, renormalize: int) -> tuple[Tensor, Tensor]:
+        return moe_route(router_logits, top_k, 0)
+
+
+class LastExpertOfEquals(CpuOperators):
+    """Ties among router logits go to the highest id."""
+
+    def moe_route(self, router_logits: Tensor, top_k: int, renormalize: int) -> tuple[Tensor, Tensor]:
+        weights, ids = moe_route(router_logits.flip(1), top_k, renormalize)
+        return weights, router_logits.shape[1] - 1 - ids
+
+
+class ExpertsOutOfOrder(CpuOperators):
+    """Takes a token's expert weights in the order of expert ids."""
+
+    def moe_experts(self, x: Tensor, gate_up: Any, down: Any, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        return super().moe_experts(x, gate_up, down, weights, expert_ids.sort(dim=-1).values)
+
+
+class UnalignedExperts(CpuOperators):
+    """Works in blocks of four experts, and the last ones of another number are left out."""
+
+    def moe_experts(self, x: Tensor, gate_up: Any, down: Any, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        whole = gate_up.shape[0] // 4 * 4
+        return super().moe_experts(x, gate_up, down, weights * (expert_ids < whole), expert_ids)
+
+
+class AlignedExperts(UnalignedExperts):
+    """The same, and its report says so."""
+
+    constraints: ClassVar[Mapping[str, Sequence[str]]] = {"moe_experts": ("E % 4 == 0",)}
+
+
+class UpFirst(CpuOperators):
+    """Takes the first half of gate_up for up."""
+
+    def moe_experts(self, x: Tensor, gate_up: Any, down: Any, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        turned = gate_up.roll(gate_up.shape[1] // 2, dims=1)
+        return super().moe_experts(x, turned, down, weights, expert_ids)
+
+
+class ScaleByInput(CpuOperators):
+    """Scales the columns of an int8 weight in place of its rows."""
+
+    def linear_w8a8(self, x: Tensor, weight: Any, scale: Any, bias: Tensor | None = None) -> Tensor:
+        inputs = x.shape[1]
+        scales = scale.repeat(inputs // len(scale) + 1)[:inputs]
+        product: Tensor = x.float() @ (weight.float() * scales).T
+        return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
+class ScaleOff(CpuOperators):
+    """One percent off in the scale of int8 weights."""
+
+    def linear_w8a8(self, x: Tensor, weight: Any, scale: Any, bias: Tensor | None = None) -> Tensor:
+        return super().linear_w8a8(x, weight, scale * 1.01, bias)
+
+
+class Truncates(CpuOperators):
+    """Cuts activations off in place of rounding them."""
+
+    def linear_w8a8(self, x: Tensor, weight: Any, scale: Any, bias: Tensor | None = None) -> Tensor:
+        step = (x.float().abs().amax(dim=-1, keepdim=True) / 127).clamp(min=1e-30)
+        whole = (x.float() / step).trunc() * step
+        product: Tensor = whole @ weight.float().T * scale
+        return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
+class OneScaleForAll(CpuOperators):
+    """Quantises a batch by its largest row."""
+
+    def linear_w8a8(self, x: Tensor, weight: Any, scale: Any, bias: Tensor | None = None) -> Tensor:
+        step = x.float().abs().max() / 127
+        product: Tensor = (x.float() / step).round() * step @ weight.float().T * scale
+        return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
+class ZeroPointOff(CpuOperators):
+    """Stores zero points less one, as some files do, and does not add it again."""
+
+    def linear_w4a16(
+        self, x: Tensor, weight: Any, scale: Any, zero: Any, bias: Tensor | None = None
+    ) -> Tensor:
+        return super().linear_w4a16(x, weight, scale, (zero.int() - 1).clamp(min=0).to(torch.uint8), bias)
+
+
+class HighNibbleFirst(CpuOperators):
+    """Unpacks the high half of a byte to the even column."""
+
+    def linear_w4a16(
+        self, x: Tensor, weight: Any, scale: Any, zero: Any, bias: Tensor | None = None
+    ) -> Tensor:
+        return super().linear_w4a16(x, (weight << 4) | (weight >> 4), scale, zero, bias)
+
+
+class GroupScaleOff(CpuOperators):
+    """One percent off in the scales of 4-bit weights."""
+
+    def linear_w4a16(
+        self, x: Tensor, weight: Any, scale: Any, zero: Any, bias: Tensor | None = None
+    ) -> Tensor:
+        return super().linear_w4a16(x, weight, scale * 1.01, zero, bias)
+
+
+class ExpertsShareScales(CpuOperators):
+    """Takes the scales of the first expert for all."""
+
+    def moe_experts_w8a8(
+        self,
+        x: Tensor,
+        gate_up: Any,
+        gate_up_scale: Any,
+        down: Any,
+        down_scale: Any,
+        weights: Tensor,
+        expert_ids: Tensor,
+    ) -> Tensor:
+        scales = gate_up_scale[:1].expand_as(gate_up_scale)
+        return super().moe_experts_w8a8(x, gate_up, scales, down, down_scale, weights, expert_ids)
+
+
+class ExpertsScaleOff(CpuOperators):
+    """One percent off in the scales of one of two int8 weights."""
+
+    def moe_experts_w8a8(
+        self,
+        x: Tensor,
+        gate_up: Any,
+        gate_up_scale: Any,
+        down: Any,
+        down_scale: Any,
+        weights: Tensor,
+        expert_ids: Tensor,
+    ) -> Tensor:
+        scales = down_scale * 1.01
+        return super().moe_experts_w8a8(x, gate_up, gate_up_scale, down, scales, weights, expert_ids)
+
+
+class ExpertsWithoutZeroPoints(CpuOperators):
+    """Takes eight for every zero point, as symmetric weights have it."""
+
+    def moe_experts_w4a16(
+        self,
+        x: Tensor,
+        gate_up: Any,
+        gate_up_scale: Any,
+        gate_up_zero: Any,
+        down: Any,
+        down_scale: Any,
+        down_zero: Any,
+        weights: Tensor,
+        expert_ids: Tensor,
+    ) -> Tensor:
+        eight = torch.full_like(down_zero, 8)
+        first = (gate_up, gate_up_scale, gate_up_zero)
+        return super().moe_experts_w4a16(x, *first, down, down_scale, eight, weights, expert_ids)
+
+
 class LastOfEquals(CpuOperators):
     """argmax takes the highest id among equals."""
 
@@ -171,6 +366,63 @@ class IgnoresTopK(CpuOperators):
         uniform: Tensor,
     ) -> Tensor:
         return sampling.sample(logits, temperature, torch.zeros_like(top_k), top_p, min_p, uniform)
+
+
+class HalvesAway(CpuOperators):
+    """No liar: multiplies by the reciprocal of the step and rounds halves away from zero, as kernels do; a
+    product is rounded before its bias is added.
+    """
+
+    def linear_w8a8(self, x: Tensor, weight: Any, scale: Any, bias: Tensor | None = None) -> Tensor:
+        largest = x.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-30)
+        levels = x.float() * (127 / largest)
+        whole = levels.sign() * (levels.abs() + 0.5).floor()
+        sums = (whole.double() @ weight.double().T).float()
+        product: Tensor = (sums * (largest / 127 * scale)).to(x.dtype)
+        return product if bias is None else product + bias
+
+    def moe_experts_w8a8(
+        self,
+        x: Tensor,
+        gate_up: Any,
+        gate_up_scale: Any,
+        down: Any,
+        down_scale: Any,
+        weights: Tensor,
+        expert_ids: Tensor,
+    ) -> Tensor:
+        parts: Parts = {"gate_up": self.linear_w8a8, "silu_mul": self.silu_mul, "down": self.linear_w8a8}
+        made: Tensor = COMPOSITIONS["moe_experts_w8a8"](parts)(
+            x, gate_up, gate_up_scale, down, down_scale, weights, expert_ids
+        )
+        return made
+
+
+class WeightsInTheDtype(CpuOperators):
+    """No liar: unpacks 4-bit weights to the compute dtype and keeps their scales in it."""
+
+    def linear_w4a16(
+        self, x: Tensor, weight: Any, scale: Any, zero: Any, bias: Tensor | None = None
+    ) -> Tensor:
+        unpacked = dequantize_w4(weight, scale.to(x.dtype), zero).to(x.dtype)
+        return torch.nn.functional.linear(x, unpacked, bias)
+
+    def moe_experts_w4a16(
+        self,
+        x: Tensor,
+        gate_up: Any,
+        gate_up_scale: Any,
+        gate_up_zero: Any,
+        down: Any,
+        down_scale: Any,
+        down_zero: Any,
+        weights: Tensor,
+        expert_ids: Tensor,
+    ) -> Tensor:
+        parts: Parts = {"gate_up": self.linear_w4a16, "silu_mul": self.silu_mul, "down": self.linear_w4a16}
+        first, second = (gate_up, gate_up_scale, gate_up_zero), (down, down_scale, down_zero)
+        made: Tensor = COMPOSITIONS["moe_experts_w4a16"](parts)(x, *first, *second, weights, expert_ids)
+        return made
 
 
 class ReferenceAsNative(OperatorSet):

@@ -35,6 +35,24 @@ OPERATOR_LIARS = [
     (liars.ShortAccumulation, "linear", Fault.WRONG_ACCUMULATION),
     (liars.NonDeterministic, "add_rms_norm", Fault.NON_DETERMINISTIC),
     (liars.OverwritesInput, "silu_mul", Fault.INPUT_OVERWRITTEN),
+    (liars.WithoutEps, "rms_norm", Fault.WRONG_RESULT),
+    (liars.WithoutEps, "add_rms_norm", Fault.WRONG_RESULT),
+    (liars.TurnsTheValue, "qkv_rotary", Fault.WRONG_RESULT),
+    (liars.NeverNormalises, "moe_route", Fault.WRONG_RESULT),
+    (liars.LastExpertOfEquals, "moe_route", Fault.WRONG_RESULT),
+    (liars.ExpertsOutOfOrder, "moe_experts", Fault.WRONG_RESULT),
+    (liars.UnalignedExperts, "moe_experts", Fault.WRONG_RESULT),
+    (liars.UpFirst, "moe_experts", Fault.WRONG_RESULT),
+    (liars.ScaleByInput, "linear_w8a8", Fault.WRONG_RESULT),
+    (liars.ScaleOff, "linear_w8a8", Fault.WRONG_RESULT),
+    (liars.Truncates, "linear_w8a8", Fault.WRONG_RESULT),
+    (liars.OneScaleForAll, "linear_w8a8", Fault.WRONG_RESULT),
+    (liars.ZeroPointOff, "linear_w4a16", Fault.WRONG_RESULT),
+    (liars.HighNibbleFirst, "linear_w4a16", Fault.WRONG_RESULT),
+    (liars.GroupScaleOff, "linear_w4a16", Fault.WRONG_RESULT),
+    (liars.ExpertsShareScales, "moe_experts_w8a8", Fault.WRONG_RESULT),
+    (liars.ExpertsScaleOff, "moe_experts_w8a8", Fault.WRONG_RESULT),
+    (liars.ExpertsWithoutZeroPoints, "moe_experts_w4a16", Fault.WRONG_RESULT),
 ]
 
 
@@ -45,7 +63,9 @@ def _planted(operators: type[OperatorSet]) -> Callable[[], Backend]:
 
 
 @pytest.mark.parametrize(
-    ("operators", "name", "fault"), OPERATOR_LIARS, ids=[liar.__name__ for liar, _, _ in OPERATOR_LIARS]
+    ("operators", "name", "fault"),
+    OPERATOR_LIARS,
+    ids=[f"{liar.__name__}-{name}" for liar, name, _ in OPERATOR_LIARS],
 )
 def test_an_operator_that_lies_fails_by_name(
     check: Check, operators: type[OperatorSet], name: str, fault: Fault
@@ -56,7 +76,15 @@ def test_an_operator_that_lies_fails_by_name(
 
 
 @pytest.mark.parametrize(
-    "operators", [liars.ShortAccumulation, liars.OverwritesInput, liars.NonDeterministic]
+    "operators",
+    [
+        liars.ShortAccumulation,
+        liars.OverwritesInput,
+        liars.NonDeterministic,
+        liars.ScaleOff,
+        liars.GroupScaleOff,
+        liars.ExpertsScaleOff,
+    ],
 )
 def test_a_liar_is_caught_in_every_dtype(check: Check, operators: type[OperatorSet]) -> None:
     name = next(name for liar, name, _ in OPERATOR_LIARS if liar is operators)
@@ -106,6 +134,31 @@ def test_declared_short_accumulation_is_no_lie(check: Check) -> None:
         report=lambda report: replace(report, accumulation_dtype="bfloat16"),
     )
     assert check(honest, "operators/linear/").failures == []
+
+
+@pytest.mark.parametrize(
+    ("operators", "names"),
+    [
+        (liars.HalvesAway, ("linear_w8a8", "moe_experts_w8a8")),
+        (liars.WeightsInTheDtype, ("linear_w4a16", "moe_experts_w4a16")),
+    ],
+)
+def test_what_a_kernel_may_do_otherwise_is_no_lie(
+    check: Check, operators: type[OperatorSet], names: tuple[str, ...]
+) -> None:
+    for name in names:
+        report = check(partial(PlantedBackend, operators=operators), f"operators/{name}/")
+        assert report.coverage.tried
+        assert report.failures == []
+
+
+def test_a_constraint_on_experts_leaves_out_what_the_chip_cannot_do(check: Check) -> None:
+    untold = check(partial(PlantedBackend, operators=liars.UnalignedExperts), "operators/moe_experts/")
+    assert {failure.name.split("/")[3] for failure in untold.failures} == {"odd"}
+    told = check(partial(PlantedBackend, operators=liars.AlignedExperts), "operators/moe_experts/")
+    assert told.failures == []
+    skipped = [result for result in told.results if result.status is Status.SKIP_UNDECLARED]
+    assert {result.name.split("/")[3] for result in skipped} == {"odd"}
 
 
 def test_what_is_declared_but_not_there_fails_twice(check: Check) -> None:

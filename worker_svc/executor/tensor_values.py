@@ -1,23 +1,28 @@
-"""Small tensors between the wire and the SDK. The control plane carries no bulk data."""
+"""Tensors by value between the wire and the SDK: for conformance and tools. Serving sends no bulk data."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 from chipmesh.device.v1alpha1.tensor_pb2 import TensorSpec, TensorValue
 from meshkit.errors import InvalidArgument
 from plugins.sdk.tensors import HostTensor, tensor_bytes
 
-MAX_VALUE_BYTES = 1 << 20
+MAX_VALUES_BYTES = 48 << 20
+"""All values of one message together. A message has at most 64 MiB (meshkit.rpc): the rest is for names and
+forms, and for clients whose own limit counts a little differently.
+"""
 
 
 def read_value(value: TensorValue, *, field: str) -> HostTensor:
     """The SDK's form of a value.
 
     Raises:
-        InvalidArgument: larger than 1 MiB, unknown dtype, or data and shape do not agree; the field is named.
+        InvalidArgument: larger than 48 MiB, of an unknown dtype, or its data and shape do not agree; the
+            field is named.
     """
     shape, dtype = read_spec(value.spec, field=f"{field}.spec")
-    if len(value.data) > MAX_VALUE_BYTES:
-        raise _too_large(len(value.data), field)
+    check_size(len(value.data), field=field)
     wanted = tensor_bytes(shape, dtype)
     if len(value.data) != wanted:
         raise InvalidArgument(
@@ -42,24 +47,39 @@ def read_spec(spec: TensorSpec, *, field: str) -> tuple[tuple[int, ...], str]:
 
 
 def write_value(value: HostTensor, *, field: str) -> TensorValue:
-    """The wire form of a value.
+    """The wire form of a value that travels alone.
 
     Raises:
-        InvalidArgument: larger than 1 MiB.
+        InvalidArgument: larger than 48 MiB.
     """
-    check_size(len(value.data), field=field)
-    return TensorValue(spec=TensorSpec(dtype=value.dtype, shape=value.shape), data=value.data)
+    return write_values([value], field=field)[0]
+
+
+def write_values(values: Sequence[HostTensor], *, field: str) -> list[TensorValue]:
+    """The wire form of values that travel together.
+
+    Raises:
+        InvalidArgument: together larger than 48 MiB.
+    """
+    check_size(sum(len(value.data) for value in values), field=field)
+    return [
+        TensorValue(spec=TensorSpec(dtype=value.dtype, shape=value.shape), data=value.data)
+        for value in values
+    ]
+
+
+def check_sizes(values: Iterable[TensorValue], *, field: str) -> None:
+    """Raises InvalidArgument where values came together that are larger than 48 MiB."""
+    check_size(sum(len(value.data) for value in values), field=field)
 
 
 def check_size(nbytes: int, *, field: str) -> None:
-    """Raises InvalidArgument where a value of `nbytes` may not travel."""
-    if nbytes > MAX_VALUE_BYTES:
-        raise _too_large(nbytes, field)
-
-
-def _too_large(nbytes: int, field: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"{field} has {nbytes} bytes; a tensor by value has at most {MAX_VALUE_BYTES}. Use a smaller one",
-        field=field,
-        reason="VALUE_TOO_LARGE",
-    )
+    """Raises InvalidArgument where values of `nbytes` in all may not travel in one message."""
+    if nbytes > MAX_VALUES_BYTES:
+        raise InvalidArgument(
+            f"{field} has {nbytes} bytes; the tensors of one message have at most {MAX_VALUES_BYTES} in all. "
+            "Use smaller ones",
+            field=field,
+            reason="VALUE_TOO_LARGE",
+            limit_bytes=MAX_VALUES_BYTES,
+        )

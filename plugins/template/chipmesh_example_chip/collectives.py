@@ -8,7 +8,8 @@ from plugins.sdk.collectives import Collectives
 def open_collectives() -> Collectives | None:
     """None: no group can be joined, and the report lists no primitive.
 
-    REPLACE: return a plugins.sdk.collectives.Collectives over your library; plugins/cpu/collectives.py shows
-    how a rank that never comes is named. Then list its primitives in the report (plugin.py).
+    REPLACE: return a subclass of plugins.sdk.process_group.ProcessGroupCollectives over your library: its
+    docstring is the guide, plugins/cpu/collectives.py an example. Then give PRIMITIVES of that module to
+    `collectives` in the report (plugin.py).
     """
     return None

@@ -20,7 +20,7 @@ class ExampleOperators(OperatorSet):
     """
 
     # Another dtype runs on the reference. Widen it once conformance passes there.
-    constraints: ClassVar[Mapping[str, Sequence[str]]] = {"silu_mul": ("float32",)}
+    dtypes: ClassVar[Mapping[str, Sequence[str]]] = {"silu_mul": ("float32",)}
 
     # REPLACE: override torch_device(self, device) to say where torch keeps your tensors.
 

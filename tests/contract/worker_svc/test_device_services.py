@@ -186,7 +186,7 @@ WRONG_COPIES = {
     "source": memory_pb2.CopyRequest(destination_value=True),
     "destination": memory_pb2.CopyRequest(source_value=ONES),
     "source_value": memory_pb2.CopyRequest(
-        source_value=TensorValue(spec=TensorSpec(dtype="uint8", shape=[2 << 20]), data=bytes(2 << 20)),
+        source_value=TensorValue(spec=TensorSpec(dtype="uint8", shape=[49 << 20]), data=bytes(49 << 20)),
         destination_value=True,
     ),
     "source_value.data": memory_pb2.CopyRequest(
@@ -208,7 +208,7 @@ async def test_a_wrong_copy_names_its_field(bare: Harness, field: str) -> None:
 
 async def test_a_buffer_larger_than_a_value_may_be_is_not_returned(bare: Harness) -> None:
     stub = memory_pb2_grpc.MemoryServiceStub(bare.channel)
-    spec = TensorSpec(dtype="uint8", shape=[(1 << 20) + 1])
+    spec = TensorSpec(dtype="uint8", shape=[(48 << 20) + 1])
     buffer = (await stub.Allocate(memory_pb2.AllocateRequest(spec=spec))).buffer_id
     error = await refusal(stub.Copy(memory_pb2.CopyRequest(source_buffer_id=buffer, destination_value=True)))
     assert error.reason == "VALUE_TOO_LARGE"

@@ -100,23 +100,6 @@ def test_a_rank_that_never_joins_is_named(meeting_point: str) -> None:
         assert list(pool.map(join, (0, 2))) == ["1", "1"]
 
 
-def test_a_rank_that_leaves_a_primitive_out_is_named(meeting_point: str) -> None:
-    def work(collectives: GlooCollectives, rank: int) -> object:
-        if rank == 1:
-            return None
-        with pytest.raises(DeadlineExceeded, match="rank 1 did not come") as caught:
-            collectives.all_reduce("ring", own(rank), timeout_s=0.5)
-        return caught.value.reason
-
-    def run(rank: int) -> object:
-        collectives = GlooCollectives()
-        collectives.init_group("ring", rank=rank, world_size=3, rendezvous=meeting_point, timeout_s=TIMEOUT_S)
-        return work(collectives, rank)
-
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(run, range(3))) == ["RANKS_MISSING", None, "RANKS_MISSING"]
-
-
 def test_what_makes_no_sense_is_refused(meeting_point: str) -> None:
     collectives = GlooCollectives()
     for rank, world, place in (
@@ -124,6 +107,7 @@ def test_what_makes_no_sense_is_refused(meeting_point: str) -> None:
         (0, 0, meeting_point),
         (0, 1, "http://x"),
         (0, 1, "tcp://h"),
+        (0, 1, f"{meeting_point}/of/no/folder"),
     ):
         with pytest.raises(InvalidArgument):
             collectives.init_group("ring", rank=rank, world_size=world, rendezvous=place, timeout_s=1.0)

@@ -8,10 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from plugins.cpu import operators as cpu_operators
 from plugins.cpu.memory import CpuMemory, PackedWeight, can_pack
 from plugins.cpu.operators import CpuOperators
-from plugins.sdk.operators import REFERENCE, OperatorSet
+from plugins.sdk.catalogue import CATALOGUE
+from plugins.sdk.operators import REFERENCE
+from plugins.sdk.planning import CallSite
 from plugins.sdk.reference import operators as reference
+from plugins.sdk.reference import quantized
+from plugins.sdk.reference.routing import moe_route
 
 MEMORY = CpuMemory()
 OPERATORS = CpuOperators(MEMORY)
@@ -32,10 +37,22 @@ def close(native: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(native.float(), wanted.float(), atol=tolerance, rtol=tolerance)
 
 
-def test_the_whole_catalogue_is_covered() -> None:
-    OPERATORS.choose("float32", strict=True)
-    OPERATORS.choose("bfloat16", strict=True)
-    assert all(getattr(CpuOperators, name) is not getattr(OperatorSet, name) for name in REFERENCE)
+def sites() -> list[CallSite]:
+    """One for each shape class of the catalogue."""
+    return [
+        CallSite(name, each.name, {symbol: each.sizes[symbol] for symbol in spec.fixed_symbols})
+        for name, spec in CATALOGUE.items()
+        for each in spec.shape_classes
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_whole_catalogue_runs_on_the_plugin_s_own_operators_or_on_their_parts(dtype: str) -> None:
+    table = OPERATORS.choose(sites(), dtype=dtype, strict=True)
+    assert {each.name for each in table.decisions if each.choice == "decomposed"} == {
+        "qkv_rotary", "moe_experts", "moe_experts_w8a8", "moe_experts_w4a16"
+    }  # fmt: skip
+    assert {each.choice for each in table.decisions} == {"native", "fused", "decomposed"}
 
 
 @given(seed=seeds, rows=st.sampled_from([1, 2, 3, 4, 5, 17, 40]), dtype=dtypes, biased=st.booleans())
@@ -148,3 +165,76 @@ def test_a_row_of_linear_does_not_depend_on_its_neighbours_beyond_rounding(rows:
     x = random(2, 33, 128)
     together = OPERATORS.linear(x, weight)
     torch.testing.assert_close(OPERATORS.linear(x[:rows], weight), together[:rows], atol=1e-4, rtol=1e-4)
+
+
+@given(
+    seed=seeds,
+    rows=st.sampled_from([1, 7, 33, 64]),
+    experts=st.sampled_from([8, 60]),
+    renormalize=st.integers(0, 1),
+    dtype=dtypes,
+)
+def test_routes_are_the_reference_s_with_ties_and_without(
+    seed: int, rows: int, experts: int, renormalize: int, dtype: torch.dtype
+) -> None:
+    logits = random(seed, rows, experts, dtype=dtype) * 40
+    logits[:, ::3] = logits[:, :1]  # equals, and others whose probability underflows
+    weights, ids = OPERATORS.moe_route(logits, 5, renormalize)
+    wanted_weights, wanted_ids = moe_route(logits, 5, renormalize)
+    assert torch.equal(ids, wanted_ids)
+    torch.testing.assert_close(weights, wanted_weights)
+
+
+def int8(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+    values[..., 0, :] = 127  # the largest sums there are
+    return values
+
+
+@pytest.mark.parametrize("exact_int8", [True, False])
+@pytest.mark.parametrize("inner", [63, 1024, 2500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_sums_are_exact_with_the_processor_s_instructions_and_without(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, inner: int, exact_int8: bool
+) -> None:
+    if exact_int8 and not cpu_operators._has_exact_int8():
+        pytest.skip("this processor saturates sums of int8 products")
+    monkeypatch.setattr(cpu_operators, "_has_exact_int8", lambda: exact_int8)
+    x, weight, scale = random(1, 6, inner, dtype=dtype), int8(2, 40, inner), random(3, 40).abs()
+    x[0], x[1] = 1.0, 0.0
+    for bias in (None, random(4, 40, dtype=dtype)):
+        close(OPERATORS.linear_w8a8(x, weight, scale, bias), quantized.linear_w8a8(x, weight, scale, bias))
+
+
+@given(seed=seeds, rows=st.integers(1, 9), groups=st.sampled_from([1, 3]), dtype=dtypes, biased=st.booleans())
+def test_four_bit_weights(seed: int, rows: int, groups: int, dtype: torch.dtype, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randint(0, 256, (40, 33), generator=generator, dtype=torch.uint8)
+    zero = torch.randint(0, 16, (40, groups), generator=generator, dtype=torch.uint8)
+    scale, x = random(seed, 40, groups).abs() / 50, random(seed + 1, rows, 66, dtype=dtype)
+    bias = random(seed + 2, 40, dtype=dtype) if biased else None
+    close(
+        OPERATORS.linear_w4a16(x, weight, scale, zero, bias),
+        quantized.linear_w4a16(x, weight, scale, zero, bias),
+    )
+
+
+def test_groups_that_share_a_byte_are_left_to_the_reference() -> None:
+    site = CallSite("linear_w4a16", "proj", {"J": 33, "N": 4, "Q": 6})
+    (decision,) = OPERATORS.choose([site], dtype="float32").decisions
+    assert decision.choice == "reference"
+    assert "J % Q == 0" in decision.reason
+
+
+@given(seed=seeds, rows=st.integers(1, 9), dtype=dtypes)
+def test_experts_by_their_parts_over_packed_weights(seed: int, rows: int, dtype: torch.dtype) -> None:
+    sizes = {"K": 32, "I": 24, "E": 6, "A": 2}
+    x, gate_up = random(seed, rows, 32, dtype=dtype), random(seed + 1, 6, 48, 32, dtype=dtype) / 6
+    down = random(seed + 2, 6, 32, 24, dtype=dtype) / 5
+    weights, ids = moe_route(random(seed + 3, rows, 6), 2, 1)
+    table = OPERATORS.choose([CallSite("moe_experts", "mlp", sizes)], dtype=str(dtype).removeprefix("torch."))
+    bound = table.bind("moe_experts", "mlp", **sizes)
+    placed = bound.place("gate_up", gate_up), bound.place("down", down)
+    assert isinstance(placed[0][0], PackedWeight) is can_pack(dtype)
+    close(bound.call(x, *placed, weights, ids), REFERENCE["moe_experts"](x, gate_up, down, weights, ids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,8 @@ from plugins.kunlun.runtime import Runtime, open_runtime
 
 RUNTIME = open_runtime(KunlunOptions(emulate=True))
 """Opened once: it imports the emulator's modules."""
-OPERATOR_NAMES = (
-    "rmsnorm", "add_rmsnorm", "swiglu", "rotary_embedding", "reshape_and_cache", "prefill_attention",
-    "speculative_attention", "paged_attention",
-)  # fmt: skip
+Call = Callable[..., None]
+OPERATOR_NAMES: tuple[str, ...] = tuple(RUNTIME.ops.__all__)
 
 
 def runtime_with(*, without: tuple[str, ...] = (), **changes: Any) -> Runtime:
@@ -42,3 +41,13 @@ def denied(operators: KunlunOperators) -> dict[str, str]:
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal numbers, rounded to `dtype`."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def changing(name: str, **changes: Callable[[Any], Any]) -> Call:
+    """The vendor's operator, called with some arguments changed."""
+    kernel: Call = getattr(RUNTIME.ops, name)
+
+    def call(**given: Any) -> None:
+        kernel(**{**given, **{key: change(given[key]) for key, change in changes.items()}})
+
+    return call

@@ -132,7 +132,7 @@ def test_primitives_do_what_they_say(tmp_path: Path, dtype: torch.dtype) -> None
 
 def test_types_that_do_not_travel_are_refused(tmp_path: Path) -> None:
     def work(collectives: XcclCollectives, rank: int) -> object:
-        with pytest.raises(InvalidArgument, match="int16 does not travel over XCCL"):
+        with pytest.raises(InvalidArgument, match="int16 does not travel over gloo in place of XCCL"):
             collectives.all_reduce("ring", torch.zeros(2, dtype=torch.int16))
         return True
 

@@ -13,6 +13,7 @@ from plugins.kunlun.memory import KunlunMemory
 from plugins.kunlun.operators import KV_LAYOUT
 from plugins.sdk.capabilities import Coverage
 from plugins.sdk.operators import REFERENCE
+from plugins.sdk.planning import CallSite
 from plugins.sdk.reference import operators as reference
 from tests.unit.kunlun_plugin.emulated import RUNTIME, denied, operators_of, random
 
@@ -38,12 +39,18 @@ def cache_of(seed: int, pages: int, page: int, groups: int, size: int, dtype: to
     return cache
 
 
-def test_everything_but_sampling_is_native_and_passed_its_comparison() -> None:
+WITHOUT_KERNEL = {"sample", "qkv_rotary", "linear_w4a16", "moe_experts_w4a16"}
+
+
+def test_everything_that_has_a_kernel_is_native_and_passed_its_comparison() -> None:
     assert denied(OPERATORS) == {}
-    covered = {each.name: each.coverage for each in OPERATORS.capabilities()}
-    assert covered.pop("sample") is Coverage.REFERENCE
-    assert set(covered.values()) == {Coverage.NATIVE}
-    assert len(covered) == len(REFERENCE) - 1
+    report = OPERATORS.capabilities()
+    covered = {each.name for each in report if each.coverage is Coverage.NATIVE}
+    assert covered == REFERENCE.keys() - WITHOUT_KERNEL
+    reasons = {each.name: each.reason for each in report if each.coverage is Coverage.REFERENCE}
+    assert reasons.keys() == WITHOUT_KERNEL
+    assert "4-bit kernels" in reasons["linear_w4a16"]
+    assert "no kernel" in reasons["qkv_rotary"]
 
 
 @few
@@ -152,8 +159,9 @@ def test_a_draw_is_the_references_to_the_token() -> None:
         "min_p": torch.tensor([0.0, 0.0, 0.1, 0.0]),
         "uniform": torch.tensor([0.1, 0.5, 0.9, 0.3], dtype=torch.float64),
     }
-    table = OPERATORS.choose("float32", strict=False)
-    assert torch.equal(table.sample(logits, *rows.values()), REFERENCE["sample"](logits, **rows))
-    decision = next(each for each in table.decisions if each.name == "sample")
+    table = OPERATORS.choose([CallSite("sample", "sampler", {"V": 300})], dtype="float32")
+    drawn = table.bind("sample", "sampler", V=300).call(logits, *rows.values())
+    assert torch.equal(drawn, REFERENCE["sample"](logits, **rows))
+    (decision,) = table.decisions
     assert decision.choice == "reference"
     assert "float64" in decision.reason

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,20 +12,10 @@ from torch import Tensor
 from plugins.kunlun.decode import DecodeVariant, find_decode_variants
 from plugins.kunlun.operators import KunlunOperators
 from plugins.sdk.operators import REFERENCE
-from tests.unit.kunlun_plugin.emulated import RUNTIME, denied, operators_of, runtime_with
+from plugins.sdk.planning import CallSite
+from tests.unit.kunlun_plugin.emulated import RUNTIME, Call, changing, denied, operators_of, runtime_with
 
 OPS = RUNTIME.ops
-Call = Callable[..., None]
-
-
-def changing(name: str, **changes: Callable[[Any], Any]) -> Call:
-    """The vendor's operator, called with some arguments changed."""
-    kernel: Call = getattr(OPS, name)
-
-    def call(**given: Any) -> None:
-        kernel(**{**given, **{key: change(given[key]) for key, change in changes.items()}})
-
-    return call
 
 
 def _slots_off_by_one(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -101,6 +90,8 @@ MUTATIONS: dict[str, tuple[str, str, Call]] = {
     "residual forgotten": ("add_rms_norm", "add_rmsnorm", _residual_forgotten),
 }  # fmt: skip
 """What is wrong: (operator that has to be denied, the vendor's operator, how it is called)."""
+GATED = {"silu_mul", "moe_experts", "moe_experts_w8a8"}
+"""Operators that call swiglu."""
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
@@ -108,7 +99,7 @@ def test_a_mutation_is_denied_by_name_and_nothing_else_is(mutation: str) -> None
     operator, kernel, call = MUTATIONS[mutation]
     without = ("paged_attention",) if kernel == "speculative_attention" else ()
     operators = operators_of(runtime_with(without=without, **{kernel: call}))
-    assert set(denied(operators)) == {operator}
+    assert set(denied(operators)) == (GATED if kernel == "swiglu" else {operator})
     assert "compared with the reference at load" in denied(operators)[operator]
 
 
@@ -117,9 +108,10 @@ def test_a_denied_operator_runs_on_the_reference_and_says_so(caplog: pytest.LogC
         operators = operators_of(runtime_with(reshape_and_cache=_slots_off_by_one))
     assert "operator is denied" in caplog.text
     assert "write_kv" in caplog.text
-    table = operators.choose("float32", strict=False)
-    assert table.write_kv is REFERENCE["write_kv"]
-    decision = next(each for each in table.decisions if each.name == "write_kv")
+    sizes = {"G": 2, "D": 64}
+    table = operators.choose([CallSite("write_kv", "layers.0", sizes)], dtype="float32", page_size=16)
+    assert table.bind("write_kv", "layers.0", **sizes).call is REFERENCE["write_kv"]
+    (decision,) = table.decisions
     assert decision.choice == "reference"
     assert decision.reason in caplog.text
     assert "off by" in decision.reason
@@ -149,7 +141,7 @@ def test_a_result_that_is_not_a_number_is_denied() -> None:
 
 def test_an_operator_that_the_build_lacks_is_denied() -> None:
     reasons = denied(operators_of(runtime_with(without=("swiglu",))))
-    assert set(reasons) == {"silu_mul"}
+    assert set(reasons) == GATED
     assert "AttributeError" in reasons["silu_mul"]
 
 
@@ -190,7 +182,9 @@ def test_a_build_without_decode_attention_decodes_on_the_reference() -> None:
     assert find_decode_variants(runtime.ops) == []
     operators = operators_of(runtime)
     assert set(denied(operators)) == {"attention_decode"}
-    assert operators.choose("float32", strict=False).attention_decode is REFERENCE["attention_decode"]
+    sizes = {"H": 6, "G": 2, "D": 64}
+    table = operators.choose([CallSite("attention_decode", "layers.0", sizes)], dtype="float32", page_size=16)
+    assert table.bind("attention_decode", "layers.0", **sizes).call is REFERENCE["attention_decode"]
 
 
 def test_a_broken_newer_kernel_gives_way_to_the_older_one() -> None:

@@ -30,6 +30,7 @@ from scheduler_svc.core.structures import (
     StepResult,
     TokensMade,
 )
+from scheduler_svc.core.waiting_queue import PATIENCE
 
 VOCABULARY = 64
 
@@ -60,10 +61,11 @@ def make_request(
     output: Sequence[int] = (),
     priority: int = 0,
     salt: str = "",
+    adapter: str = "",
 ) -> Request:
     return Request(
         RequestId(next(_numbers)), "m", list(prompt), max_output_tokens, frozenset(stops), list(output),
-        priority, salt,
+        priority, salt, adapter=adapter,
     )  # fmt: skip
 
 
@@ -77,10 +79,15 @@ def make_limits(
     enable_radix_cache: bool = True,
     enable_mixed_chunk: bool = True,
     min_cached_tokens: int = 0,
+    eviction_policy: str = "lru",
+    priority_preemption: bool = False,
+    preemption_threshold: int = 1,
+    enable_kv_events: bool = False,
 ) -> ReplicaLimits:
     return ReplicaLimits(
         page_count, page_size, max_running_requests, chunk_tokens, context_tokens,
         enable_radix_cache, enable_mixed_chunk, min_cached_tokens,
+        eviction_policy, priority_preemption, preemption_threshold, enable_kv_events,
     )  # fmt: skip
 
 
@@ -198,6 +205,7 @@ class Drive:
         depth: int = 2,
         policy: str | SchedulePolicy = "fcfs",
         conservativeness: float = 1.0,
+        patience: int = PATIENCE,
     ) -> None:
         self.depth = depth
         self.batcher = Batcher(
@@ -205,6 +213,7 @@ class Drive:
             policy=make_policy(policy) if isinstance(policy, str) else policy,
             replica=ReplicaId("r0/1"),
             conservativeness=conservativeness,
+            patience=patience,
         )
         self.executor = SimulatedExecutor(limits)
         self.results: deque[StepResult] = deque()
@@ -267,6 +276,9 @@ class Drive:
 
     def placed(self, request: Request) -> list[Placed]:
         return [event for event in self.events if isinstance(event, Placed) and event.request is request]
+
+    def order_of_admission(self) -> list[Request]:
+        return [event.request for event in self.events if isinstance(event, Placed)]
 
     def reason(self, request: Request) -> str:
         event = self.ended[request.id]

@@ -5,20 +5,35 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from scheduler_svc.core.errors import RequestTooLarge
-from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.eviction import EVICTION_POLICIES
+from scheduler_svc.core.policy import POLICIES, make_policy
 from scheduler_svc.core.structures import Finished, FinishReason, Request
+from scheduler_svc.core.waiting_queue import PATIENCE
+from tests.unit.scheduler_core.block_reader import BlockReader
 from tests.unit.scheduler_core.simulated_executor import Drive, make_limits, make_request, oracle
 
 # Prompts are cut from a few long texts, so that they share prefixes of all lengths.
 TEXTS = [[(7 * text + position * (text + 3)) % 61 for position in range(96)] for text in range(3)]
-SALTS = st.sampled_from(["", "", "", "tenant"])
+SPACES = st.sampled_from(
+    [("", ""), ("", ""), ("", ""), ("tenant", ""), ("", "adapter"), ("tenant", "adapter")]
+)
 
 
 class BatcherMachine(RuleBasedStateMachine):
     """Submits, plans, applies, cancels, loses, flushes in any order; the executor's tokens are the judge."""
+
+    steps = 0
+    """Of all histories; a step is one of the rules."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4, 16]),
@@ -31,10 +46,15 @@ class BatcherMachine(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         policy=st.sampled_from(sorted(POLICIES)),
         conservativeness=st.sampled_from([0.0, 0.0, 1.0]),
+        eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
+        preemption=st.sampled_from([0, 0, 1, 2]),
+        patience=st.sampled_from([0, 3, PATIENCE]),
+        kv_events=st.booleans(),
     )
     def start(
         self, page_size: int, tokens: int, slots: int, chunk: int, radix: bool, mixed: bool, least: int,
-        depth: int, policy: str, conservativeness: float,
+        depth: int, policy: str, conservativeness: float, eviction: str, preemption: int, patience: int,
+        kv_events: bool,
     ) -> None:  # fmt: skip
         self.limits = make_limits(
             page_count=max(2, tokens // page_size),
@@ -44,14 +64,24 @@ class BatcherMachine(RuleBasedStateMachine):
             enable_radix_cache=radix,
             enable_mixed_chunk=mixed,
             min_cached_tokens=least,
+            eviction_policy=eviction,
+            priority_preemption=preemption > 0,
+            preemption_threshold=max(1, preemption),
+            enable_kv_events=kv_events,
         )
         self.depth, self.policy, self.conservativeness = depth, policy, conservativeness
+        self.patience = patience
         self.drive = self.make_drive()
         self.live: dict[int, Request] = {}
 
     def make_drive(self) -> Drive:
+        self.reader = BlockReader()
         return Drive(
-            self.limits, depth=self.depth, policy=self.policy, conservativeness=self.conservativeness
+            self.limits,
+            depth=self.depth,
+            policy=self.policy,
+            conservativeness=self.conservativeness,
+            patience=self.patience,
         )
 
     @rule(
@@ -61,23 +91,27 @@ class BatcherMachine(RuleBasedStateMachine):
         output=st.integers(1, 40),
         done=st.integers(0, 6),
         stops=st.sampled_from([(), (), (3, 11, 40), tuple(range(24))]),
-        priority=st.sampled_from([0, 0, 0, 1]),
-        salt=SALTS,
+        priority=st.sampled_from([0, 0, 0, 1, 2, -1]),
+        space=SPACES,
     )
     def submit(
         self, text: int, length: int, tails: list[list[int]], output: int, done: int,
-        stops: tuple[int, ...], priority: int, salt: str,
+        stops: tuple[int, ...], priority: int, space: tuple[str, str],
     ) -> None:  # fmt: skip
         for tail in tails:
-            self.submit_one(TEXTS[text][:length] + tail, output, done, stops, priority, salt)
+            self.submit_one(TEXTS[text][:length] + tail, output, done, stops, priority, space)
 
     def submit_one(
-        self, prompt: list[int], output: int, done: int, stops: tuple[int, ...], priority: int, salt: str
-    ) -> None:
+        self, prompt: list[int], output: int, done: int, stops: tuple[int, ...], priority: int,
+        space: tuple[str, str],
+    ) -> None:  # fmt: skip
         made = oracle(prompt, min(done, output - 1), stops)
         if made and made[-1] in stops:
             return  # It has ended already: nobody resubmits it.
-        request = make_request(prompt, output, stops=stops, output=made, priority=priority, salt=salt)
+        salt, adapter = space
+        request = make_request(
+            prompt, output, stops=stops, output=made, priority=priority, salt=salt, adapter=adapter
+        )
         room = self.limits.page_count * self.limits.page_size
         if request.length + 1 > room:
             with pytest.raises(RequestTooLarge):
@@ -144,12 +178,33 @@ class BatcherMachine(RuleBasedStateMachine):
     def everything_adds_up(self) -> None:
         if not hasattr(self, "drive"):
             return
+        BatcherMachine.steps += 1
         self.drive.batcher.check_identity()
         pages = self.drive.batcher.pages
         assert pages.free + pages.cached + pages.held == pages.total
         batcher = self.drive.batcher
         assert batcher.running + batcher.waiting == len(set(self.live) - set(self.drive.ended))
         assert batcher.steps_in_flight == len(self.drive.results)
+        self.events_tell_what_is_cached()
+        self.waiting_requests_know_what_is_cached()
+
+    def events_tell_what_is_cached(self) -> None:
+        """A reader of the KV events has as many blocks as there are pages, and each exactly once."""
+        log = self.drive.batcher.kv_events
+        if log is None:
+            return
+        self.reader.take(log.read(after_seq=self.reader.seq))
+        assert len(self.reader.blocks) == self.drive.batcher.pages.cached
+
+    def waiting_requests_know_what_is_cached(self) -> None:
+        """Under a policy that depends on the cache: what a look-up would find, or the tree asks for one."""
+        batcher = self.drive.batcher
+        if not make_policy(self.policy).depends_on_cache:
+            return
+        stale = batcher._pool.tree._watch._stale
+        for ticket in batcher._waiting:
+            if not ticket.is_set_aside and ticket not in stale:
+                assert ticket.cached_tokens == batcher.matched_tokens(ticket.request)
 
     def teardown(self) -> None:
         if not hasattr(self, "drive"):
@@ -163,10 +218,15 @@ class BatcherMachine(RuleBasedStateMachine):
                 assert request.output == oracle(request.prompt, most, request.stop_token_ids)
 
 
-# The ci profile's 50 examples are too few for a core: 400 of 50 steps are 20,000 steps, in some 15 s.
-# The nightly profile's 5,000 of 200 are a million.
-PROFILE = settings()
-BatcherMachine.TestCase.settings = settings(
-    max_examples=max(400, PROFILE.max_examples), stateful_step_count=max(50, PROFILE.stateful_step_count)
-)
-TestBatcherMachine = BatcherMachine.TestCase
+def test_random_histories_break_nothing() -> None:
+    """20,000 steps, in some 15 s; a million in the nightly profile."""
+    profile = settings()
+    wanted = max(20_000, profile.max_examples * profile.stateful_step_count)
+    per_history = max(50, profile.stateful_step_count)
+    BatcherMachine.steps = 0
+    run_state_machine_as_test(
+        BatcherMachine,
+        # Some histories are shorter than they may be.
+        settings=settings(max_examples=wanted * 6 // (per_history * 5), stateful_step_count=per_history),
+    )
+    assert BatcherMachine.steps >= wanted

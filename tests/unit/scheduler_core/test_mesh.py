@@ -52,7 +52,7 @@ class Mesh:
 
     def submit(self, *requests: Request) -> None:
         for request in requests:
-            self.events += self.core.submit(request)
+            self.core.submit(request)
 
     def step(self) -> bool:
         """One step of every replica; whether there was any."""

@@ -50,7 +50,7 @@ def test_lof_admits_the_longest_output_first() -> None:
 
 def test_random_is_the_same_for_the_same_seed_and_another_for_another() -> None:
     request = make_request([1])
-    first, again, other = ([policy.rank(request, lambda: 0) for _ in range(5)]
+    first, again, other = ([policy.rank(request, 0) for _ in range(5)]
                            for policy in (RandomOrder(3), RandomOrder(3), RandomOrder(4)))  # fmt: skip
     assert first == again != other
 
@@ -63,6 +63,6 @@ def test_priority_comes_before_any_policy(policy: str) -> None:
 
 def test_an_unknown_policy_is_refused_with_those_known() -> None:
     with pytest.raises(
-        UnknownPolicy, match=r"'lifo' is unknown; known are: fcfs, lof, lpm, random, shortest"
+        UnknownPolicy, match=r"'lifo' is unknown; known are: dfs-weight, fcfs, hrrn, lof, lpm, random, sh"
     ):
         make_policy("lifo")

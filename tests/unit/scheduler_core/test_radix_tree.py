@@ -8,19 +8,27 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_svc.core.errors import IdentityViolated
-from scheduler_svc.core.radix_tree import Node, RadixTree
-from scheduler_svc.core.token_key import common_bytes, token_key
+from scheduler_svc.core.radix_node import Node
+from scheduler_svc.core.radix_tree import RadixTree
+from scheduler_svc.core.token_key import Namespace, common_bytes, token_key
 
 
 def insert(
-    tree: RadixTree, tokens: Sequence[int], pages: Sequence[int], *, salt: str = ""
+    tree: RadixTree[str], tokens: Sequence[int], pages: Sequence[int], *, salt: str = "", priority: int = 0
 ) -> tuple[int, Node]:
-    return tree.insert(token_key(tokens), pages, salt=salt)
+    return tree.insert(token_key(tokens), pages, space=Namespace(salt), priority=priority)
 
 
-def cached_pages(tree: RadixTree, tokens: Sequence[int], *, salt: str = "") -> list[int]:
+def use(tree: RadixTree[str], tokens: Sequence[int], *, priority: int = 0) -> None:
+    """As a request does that is admitted and ends."""
+    node = tree.lock(tree.match(token_key(tokens)), priority=priority)
+    if node is not None:
+        tree.unlock(node)
+
+
+def cached_pages(tree: RadixTree[str], tokens: Sequence[int], *, salt: str = "") -> list[int]:
     """Page ids of the longest prefix, through a lock that is given up at once."""
-    node = tree.lock(tree.match(token_key(tokens), salt=salt))
+    node = tree.lock(tree.match(token_key(tokens), space=Namespace(salt)))
     if node is None:
         return []
     pages: list[int] = tree.pages_to(node).tolist()
@@ -29,7 +37,7 @@ def cached_pages(tree: RadixTree, tokens: Sequence[int], *, salt: str = "") -> l
 
 
 def test_only_whole_pages_are_matched() -> None:
-    tree = RadixTree(page_size=4)
+    tree: RadixTree[str] = RadixTree(page_size=4)
     insert(tree, range(12), [7, 8, 9])
     assert cached_pages(tree, range(12)) == [7, 8, 9]
     assert cached_pages(tree, range(11)) == [7, 8]
@@ -38,14 +46,14 @@ def test_only_whole_pages_are_matched() -> None:
 
 
 def test_a_limit_bounds_the_match_in_pages() -> None:
-    tree = RadixTree(page_size=2)
+    tree: RadixTree[str] = RadixTree(page_size=2)
     insert(tree, range(8), [1, 2, 3, 4])
     assert tree.match(token_key(range(8)), limit=3).depth == 3
     assert tree.match(token_key(range(8)), limit=0).node is None
 
 
 def test_two_continuations_of_one_prefix_share_its_pages() -> None:
-    tree = RadixTree(page_size=2)
+    tree: RadixTree[str] = RadixTree(page_size=2)
     insert(tree, [1, 2, 3, 4, 5, 6], [0, 1, 2])
     known, _ = insert(tree, [1, 2, 3, 4, 8, 9], [10, 11, 12])
     assert known == 2
@@ -55,7 +63,7 @@ def test_two_continuations_of_one_prefix_share_its_pages() -> None:
 
 
 def test_a_page_that_differs_in_its_second_token_is_another_page() -> None:
-    tree = RadixTree(page_size=2)
+    tree: RadixTree[str] = RadixTree(page_size=2)
     insert(tree, [1, 2, 3, 4], [0, 1])
     insert(tree, [1, 2, 3, 5], [8, 9])
     assert cached_pages(tree, [1, 2, 3, 4]) == [0, 1]
@@ -63,14 +71,14 @@ def test_a_page_that_differs_in_its_second_token_is_another_page() -> None:
 
 
 def test_inserting_what_is_there_says_so_and_adds_nothing() -> None:
-    tree = RadixTree(page_size=2)
+    tree: RadixTree[str] = RadixTree(page_size=2)
     insert(tree, range(6), [0, 1, 2])
     known, node = insert(tree, range(4), [5, 6])
     assert (known, node.end, tree.page_count) == (2, 2, 3)
 
 
 def test_salts_share_nothing() -> None:
-    tree = RadixTree(page_size=1)
+    tree: RadixTree[str] = RadixTree(page_size=1)
     insert(tree, [1, 2], [0, 1], salt="a")
     insert(tree, [1, 2], [2, 3], salt="b")
     assert cached_pages(tree, [1, 2], salt="a") == [0, 1]
@@ -79,24 +87,24 @@ def test_salts_share_nothing() -> None:
 
 
 def test_eviction_takes_the_least_recently_used_prefix_first_and_its_tail_before_its_head() -> None:
-    tree = RadixTree(page_size=1)
+    tree: RadixTree[str] = RadixTree(page_size=1)
     insert(tree, [1, 2, 3], [0, 1, 2])
     insert(tree, [7, 8, 9], [3, 4, 5])
-    tree.match(token_key([1, 2, 3]))
+    use(tree, [1, 2, 3])
     assert tree.evict(2).tolist() == [4, 5]
     assert cached_pages(tree, [7, 8, 9]) == [3]
 
 
 def test_a_look_that_is_no_use_does_not_save_a_prefix_from_eviction() -> None:
-    tree = RadixTree(page_size=1)
+    tree: RadixTree[str] = RadixTree(page_size=1)
     insert(tree, [1], [0])
     insert(tree, [2], [1])
-    tree.match(token_key([1]), touch=False)
+    tree.match(token_key([1]))
     assert tree.evict(1).tolist() == [0]
 
 
 def test_a_shared_prefix_outlives_its_continuations() -> None:
-    tree = RadixTree(page_size=1)
+    tree: RadixTree[str] = RadixTree(page_size=1)
     insert(tree, [1, 2, 3], [0, 1, 2])
     insert(tree, [1, 2, 4], [0, 1, 3])
     assert sorted(tree.evict(2).tolist()) == [2, 3]
@@ -106,7 +114,7 @@ def test_a_shared_prefix_outlives_its_continuations() -> None:
 
 
 def test_locked_pages_and_those_before_them_are_never_evicted() -> None:
-    tree = RadixTree(page_size=1)
+    tree: RadixTree[str] = RadixTree(page_size=1)
     insert(tree, [1, 2, 3, 4], [0, 1, 2, 3])
     node = tree.lock(tree.match(token_key([1, 2])))
     assert node is not None
@@ -117,7 +125,7 @@ def test_locked_pages_and_those_before_them_are_never_evicted() -> None:
 
 
 def test_a_lock_stays_where_it_was_when_its_node_is_split() -> None:
-    tree = RadixTree(page_size=1)
+    tree: RadixTree[str] = RadixTree(page_size=1)
     _, node = insert(tree, [1, 2, 3], [0, 1, 2])
     tree.lock_node(node)
     insert(tree, [1, 9], [0, 7])
@@ -127,7 +135,7 @@ def test_a_lock_stays_where_it_was_when_its_node_is_split() -> None:
 
 
 def test_it_is_known_how_many_pages_one_unlock_would_free() -> None:
-    tree = RadixTree(page_size=1)
+    tree: RadixTree[str] = RadixTree(page_size=1)
     _, left = insert(tree, [1, 2, 3], [0, 1, 2])
     tree.lock_node(left)
     assert tree.pinned_only_by(left) == 3
@@ -140,28 +148,18 @@ def test_it_is_known_how_many_pages_one_unlock_would_free() -> None:
 
 
 def test_many_small_evictions_do_not_look_at_every_leaf() -> None:
-    tree = RadixTree(page_size=1)
+    tree: RadixTree[str] = RadixTree(page_size=1)
     leaves = 2000
     for leaf in range(leaves):
         insert(tree, [leaf, leaf, leaf], [3 * leaf, 3 * leaf + 1, 3 * leaf + 2])
-    looked_at = 0
-    real = tree._oldest_leaf
-
-    def counted() -> Node:
-        nonlocal looked_at
-        before = tree._pushes
-        leaf = real()
-        looked_at += 1 + tree._pushes - before
-        return leaf
-
-    tree._oldest_leaf = counted  # type: ignore[method-assign]
+    before = tree._leaves.pushes
     for _ in range(300):
         tree.evict(1)
-    assert looked_at <= 2 * 300
+    assert tree._leaves.pushes - before <= 300
 
 
 def test_a_match_holds_until_the_cache_changes_where_it_ends() -> None:
-    tree = RadixTree(page_size=1)
+    tree: RadixTree[str] = RadixTree(page_size=1)
     key = token_key([1, 2, 3, 4])
     nothing = tree.match(key)
     insert(tree, [8], [9])
@@ -179,7 +177,7 @@ def test_a_match_holds_until_the_cache_changes_where_it_ends() -> None:
 
 
 def test_a_forgotten_lock_is_found_by_the_check() -> None:
-    tree = RadixTree(page_size=1)
+    tree: RadixTree[str] = RadixTree(page_size=1)
     _, node = insert(tree, [1], [0])
     tree.lock_node(node)
     with pytest.raises(IdentityViolated, match="should have 0 locks"):
@@ -188,7 +186,7 @@ def test_a_forgotten_lock_is_found_by_the_check() -> None:
 
 def test_a_key_that_does_not_fit_its_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="8 bytes of key for 1 pages of 4 bytes"):
-        insert(RadixTree(page_size=1), [1, 2], [0])
+        insert(RadixTree[str](page_size=1), [1, 2], [0])
 
 
 def test_common_bytes_counts_whole_tokens() -> None:
@@ -205,7 +203,7 @@ class RadixTreeMachine(RuleBasedStateMachine):
     @initialize(page_size=st.integers(1, 3))
     def start(self, page_size: int) -> None:
         self.page_size = page_size
-        self.tree = RadixTree(page_size=page_size)
+        self.tree: RadixTree[str] = RadixTree(page_size=page_size)
         self.model: dict[tuple[str, tuple[int, ...]], int] = {}
         self.locks: list[tuple[Node, str, tuple[int, ...]]] = []
         self.next_page = 0
@@ -228,7 +226,7 @@ class RadixTreeMachine(RuleBasedStateMachine):
         pages = list(range(self.next_page, self.next_page + count))
         self.next_page += count
         before = len(self.known_pages(tokens, salt))
-        known, node = self.tree.insert(token_key(tokens), pages, salt=salt)
+        known, node = self.tree.insert(token_key(tokens), pages, space=Namespace(salt))
         assert known == before
         for index in range(known, count):
             self.model[salt, tuple(tokens[: (index + 1) * self.page_size])] = pages[index]
@@ -236,7 +234,7 @@ class RadixTreeMachine(RuleBasedStateMachine):
 
     @rule(tokens=SEQUENCES, salt=st.sampled_from("ab"))
     def lock(self, tokens: list[int], salt: str) -> None:
-        match = self.tree.match(token_key(tokens), salt=salt)
+        match = self.tree.match(token_key(tokens), space=Namespace(salt))
         assert match.depth == len(self.known_pages(tokens, salt))
         node = self.tree.lock(match)
         assert (node is None) == (match.depth == 0)

@@ -10,6 +10,7 @@ import pytest
 
 from meshkit.errors import InvalidArgument, NotFound, ResourceExhausted
 from plugins.sdk.backend import PluginInfo
+from plugins.sdk.device import PHYSICAL_COUNT
 from plugins.sdk.host import HostDevices, HostMemory
 from plugins.sdk.host_limits import read_memory_limit
 from plugins.sdk.self_test import run_self_test
@@ -106,6 +107,19 @@ def test_destroying_a_stream_twice_is_fine_and_ends_its_events() -> None:
     devices.destroy_stream(first)
     with pytest.raises(NotFound):
         devices.wait_event(second, event)
+
+
+def test_devices_of_a_chosen_count_claim_no_physical_count() -> None:
+    assert all(PHYSICAL_COUNT not in device.attributes for device in HostDevices(count=5).list_devices())
+    told = {device.attributes[PHYSICAL_COUNT] for device in HostDevices().list_devices()}
+    assert told == {str(len(HostDevices().list_devices()))}
+
+
+def test_more_than_the_host_has_free_is_refused_before_it_is_promised() -> None:
+    memory = HostMemory()
+    for device in (None, 0):
+        with pytest.raises(ResourceExhausted, match="bytes are free"):
+            memory.allocate((1 << 50,), "uint8", device)
 
 
 def test_freed_memory_is_reused_and_counted() -> None:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
+from collections.abc import Callable, Sequence
+from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from meshkit.errors import FailedPrecondition, InvalidArgument
+from meshkit.errors import FailedPrecondition, InvalidArgument, MeshError, Unavailable
 from plugins.sdk import registry
-from plugins.sdk.registry import UnknownBackend, list_backends, load_backend, register_backend
+from plugins.sdk.backend import PluginInfo
+from plugins.sdk.capabilities import CapabilityReport, LinkCapability, OperatorCapability
+from plugins.sdk.device import DeviceManager, DeviceProperties
+from plugins.sdk.host import HostDevices
+from plugins.sdk.registry import UnknownBackend, list_backends, load_backend, register_backend, start_backend
 from tests.unit.sdk.toy_backend import ToyBackend, toy_factory
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -127,3 +133,120 @@ def test_choosing_one_plugin_imports_no_other() -> None:
     assert result.returncode == 0, result.stderr
     assert "plugins.cpu" in result.stdout
     assert "plugins.hash" not in result.stdout
+
+
+class _Devices(HostDevices):
+    """As many as a test says."""
+
+    def __init__(self, listed: Callable[[], Sequence[DeviceProperties]]) -> None:
+        super().__init__()
+        self._listed = listed
+
+    def list_devices(self) -> Sequence[DeviceProperties]:
+        return self._listed()
+
+
+class _Chip(ToyBackend):
+    """A back end that answers what a test says."""
+
+    def __init__(
+        self, report: Callable[[], Any] | None = None, devices: Callable[[], Any] | None = None
+    ) -> None:
+        super().__init__(PluginInfo(name="toy", plugin_version="1.2.3"))
+        self._report = report or (lambda: CapabilityReport(chip="toy"))
+        self._devices = HostDevices(count=2) if devices is None else _Devices(devices)
+
+    def capabilities(self) -> CapabilityReport:
+        report: CapabilityReport = self._report()
+        return report
+
+    @property
+    def devices(self) -> DeviceManager:
+        return self._devices
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def _refusal(chip: _Chip) -> MeshError:
+    register_backend("toy", lambda options: chip)
+    with pytest.raises(MeshError) as caught:
+        load_backend("toy", {})
+    start_backend("toy", {})  # Tools that report on it still get it.
+    return caught.value
+
+
+def test_a_contradictory_report_is_refused_with_all_its_contradictions() -> None:
+    def report() -> CapabilityReport:
+        conv = OperatorCapability("conv3d")
+        return CapabilityReport(
+            chip="toy", operators=[conv], kv_cache_dtypes=(), links=[LinkCapability(2)], collectives=["sum"]
+        )
+
+    error = _refusal(_Chip(report))
+    assert (type(error), error.reason, error.field) == (
+        FailedPrecondition, "CONTRADICTORY_REPORT", "backend"
+    )  # fmt: skip
+    for word in ("'toy' has 4 contradictions", "conv3d", "kv_cache_dtypes is empty", "device 2", "'sum'"):
+        assert word in error.message
+
+
+def test_a_report_with_a_field_that_the_contract_does_not_know_is_one_error() -> None:
+    error = _refusal(_Chip(lambda: CapabilityReport(chip="toy", warp_size=32)))  # type: ignore[call-arg]
+    assert error.reason == "BACKEND_FAILED"
+    assert "'toy' does not report its capabilities: TypeError" in error.message
+    assert "warp_size" in error.message
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        lambda: {"chip": "toy"},
+        lambda: CapabilityReport(chip="toy", page_sizes_tokens=("16",)),  # type: ignore[arg-type]
+        lambda: CapabilityReport(chip="toy", preferred_batch_size=2**40),
+    ],
+    ids=["another kind", "a text for a number", "too large for its message"],
+)
+def test_a_report_that_cannot_be_read_is_refused(report: Callable[[], Any]) -> None:
+    assert _refusal(_Chip(report)).reason == "BACKEND_FAILED"
+
+
+def test_a_plugin_without_devices_is_refused_with_the_way_out() -> None:
+    error = _refusal(_Chip(devices=list))
+    assert (type(error), error.reason) == (FailedPrecondition, "NO_DEVICE")
+    for word in ("'toy' lists no device", "driver", "visibility variable", "executor.environment"):
+        assert word in error.message
+
+
+def test_devices_that_cannot_be_listed_are_described_in_one_line() -> None:
+    error = _refusal(_Chip(devices=lambda: _raise(OSError("ioctl failed\nerrno 19"))))
+    assert error.reason == "BACKEND_FAILED"
+    assert "'toy' does not list its devices: OSError: ioctl failed errno 19. " in error.message
+
+
+def test_a_plugins_own_error_about_its_devices_passes_as_it_is() -> None:
+    own = Unavailable("device 0 has fallen off the bus", reason="DEVICE_FAILED")
+    assert _refusal(_Chip(devices=lambda: _raise(own))) is own
+
+
+def test_versions_that_are_no_texts_are_refused() -> None:
+    register_backend("toy", toy_factory(contract_version=1.0))  # type: ignore[arg-type]
+    with pytest.raises(FailedPrecondition, match=r"has to hold texts: contract_version is 1\.0"):
+        load_backend("toy", {})
+
+
+def test_two_packages_that_offer_the_same_name_and_file_are_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = "tests.unit.sdk.toy_backend:toy_factory"
+    points = []
+    for package in ("one", "other"):
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        point = EntryPoint("twin", value, registry.ENTRY_POINT_GROUP)
+        points.append(point._for(Distribution.at(info)))  # type: ignore[attr-defined]
+    monkeypatch.setattr(registry, "_entry_points", lambda: tuple(points))
+    with pytest.raises(FailedPrecondition, match=f"{value} of one 1.0, {value} of other 1.0"):
+        load_backend("twin", {})

@@ -44,7 +44,7 @@ class MemoryService(MemoryServiceServicer):
         return memory_pb2.FreeResponse()
 
     async def Copy(self, request: memory_pb2.CopyRequest, context: Context) -> memory_pb2.CopyResponse:
-        """Copy between buffers, or between a buffer and a small value."""
+        """Copy between buffers, or between a buffer and a value."""
         del context
         source = self._source(request)
         destination = self._destination(request)

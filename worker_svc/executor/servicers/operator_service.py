@@ -12,7 +12,7 @@ from meshkit.errors import InvalidArgument, NotFound
 from meshkit.rpc.handlers import Context
 from plugins.sdk.backend import Backend
 from worker_svc.device_thread import DeviceThread
-from worker_svc.executor.tensor_values import read_value, write_value
+from worker_svc.executor.tensor_values import check_sizes, read_value, write_values
 
 Implementation = operator_pb2.RunOperatorRequest.Implementation
 Attribute = int | float | bool | str
@@ -44,6 +44,7 @@ class OperatorService(OperatorServiceServicer):
                 f"name is {request.name!r}; back end {self._backend.info().name!r} has no operators",
                 field="name",
             )
+        check_sizes(request.inputs.values(), field="inputs")
         inputs = {
             name: memory.upload(read_value(value, field=f"inputs.{name}"), request.device)
             for name, value in request.inputs.items()
@@ -55,7 +56,7 @@ class OperatorService(OperatorServiceServicer):
         self._backend.synchronize()
         seconds = time.monotonic() - start
         response = operator_pb2.RunOperatorResponse(
-            outputs=[write_value(memory.download(output), field="outputs") for output in outputs],
+            outputs=write_values([memory.download(output) for output in outputs], field="outputs"),
             coverage="reference" if use_reference else operators.coverage(request.name).value,
         )
         response.device_time.FromNanoseconds(int(seconds * 1e9))
