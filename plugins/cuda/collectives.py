@@ -14,6 +14,7 @@ from plugins.cuda.nvml import Nvml
 from plugins.cuda.runtime import Runtime
 from plugins.sdk.capabilities import LinkCapability
 from plugins.sdk.process_group import ProcessGroupCollectives, check_parts
+from plugins.sdk.torch_devices import ask_device
 
 _BACKEND = "nccl"
 
@@ -71,7 +72,7 @@ class NcclCollectives(ProcessGroupCollectives):
     def _identity(self) -> str:
         """The same for two processes exactly where both work on one GPU."""
         runtime = self._runtime
-        return str(runtime.ask(runtime.device, runtime.cuda.get_device_properties).uuid)
+        return str(ask_device(runtime.device, runtime.cuda.get_device_properties).uuid)
 
 
 def _refuse_shared_device(

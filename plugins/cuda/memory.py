@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from meshkit.telemetry.logging import get_logger
-from plugins.cuda.devices import check_device
 from plugins.cuda.quantised import INT8_WEIGHTS, pad_int8_weight
 from plugins.cuda.runtime import Runtime
 from plugins.sdk.memory import MemoryStats
+from plugins.sdk.torch_devices import check_device
 from plugins.sdk.torch_memory import TorchMemory
 
 log = get_logger(__name__)
@@ -34,7 +34,7 @@ class CudaMemory(TorchMemory):
         """Totals are the device's; what is allocated is this process's, by this manager. What torch's own
         allocator keeps for reuse counts as pooled.
         """
-        check_device(self._runtime, device)
+        check_device(device, self._runtime.device_count)
         memory = self._runtime.read_memory(device)
         cuda = self._runtime.cuda
         kept = int(cuda.memory_reserved(device)) - int(cuda.memory_allocated(device))
@@ -55,7 +55,7 @@ class CudaMemory(TorchMemory):
         return weight.contiguous()
 
     def _place(self, device: int) -> torch.device:
-        check_device(self._runtime, device)
+        check_device(device, self._runtime.device_count)
         return self._runtime.place(device)
 
     def _synchronize(self, device: int) -> None:

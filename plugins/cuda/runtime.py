@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from meshkit.errors import FailedPrecondition, Unavailable
+from meshkit.errors import FailedPrecondition
 from meshkit.telemetry.logging import get_logger
 from plugins.cuda.environment import (
     DEVICE_FILES,
@@ -24,6 +24,7 @@ from plugins.cuda.environment import (
 )
 from plugins.cuda.nvml import MemoryReading, Nvml, NvmlAbsence, open_nvml
 from plugins.cuda.options import KERNEL_LIBRARIES, CudaOptions
+from plugins.sdk.torch_devices import ask_device
 from plugins.sdk.visibility import Visibility, count_device_files
 
 if TYPE_CHECKING:  # importing this file must not load torch: the environment comes first
@@ -84,28 +85,21 @@ class Runtime:
         """By NVML where it knows the device, else by torch."""
         if isinstance(self.nvml, Nvml) and (handle := self.nvml_handle(index)) is not None:
             return self.nvml.read_memory(handle)
-        free, total = self.ask(index, self.cuda.mem_get_info)
+        free, total = ask_device(index, self.cuda.mem_get_info)
         return MemoryReading(int(free), int(total), "torch")
 
     def nvml_handle(self, index: int) -> Any | None:
         """NVML's handle of a visible device, found by the UUID that torch reports; None: there is none."""
         if not isinstance(self.nvml, Nvml):
             return None
-        return self.nvml.find(str(self.ask(index, self.cuda.get_device_properties).uuid))
-
-    def ask(self, index: int, function: Callable[[int], Any]) -> Any:
-        """A function of torch.cuda about a device. Raises Unavailable where the device failed."""
-        try:
-            return function(index)
-        except RuntimeError as error:
-            raise Unavailable(f"device {index} does not answer: {error}", reason="DEVICE_FAILED") from error
+        return self.nvml.find(str(ask_device(index, self.cuda.get_device_properties).uuid))
 
     def synchronize(self, index: int | None = None) -> None:
         """All work of a device (None: this process's) has ended. Raises Unavailable where it failed."""
-        self.ask(self.device if index is None else index, self.cuda.synchronize)
+        ask_device(self.device if index is None else index, self.cuda.synchronize)
 
     def _capability_of(self, index: int) -> Capability:
-        major, minor = self.ask(index, self.cuda.get_device_capability)
+        major, minor = ask_device(index, self.cuda.get_device_capability)
         return int(major), int(minor)
 
 
@@ -269,7 +263,7 @@ def _check_architectures(runtime: Runtime) -> None:
     """
     known = list(runtime.cuda.get_arch_list())
     for index in range(runtime.device_count):
-        major, minor = runtime.ask(index, runtime.cuda.get_device_capability)
+        major, minor = ask_device(index, runtime.cuda.get_device_capability)
         if not any(_runs(entry, major, minor) for entry in known):
             raise FailedPrecondition(
                 f"device {index} has compute capability {major}.{minor}; this torch is built for "

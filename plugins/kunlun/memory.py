@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.kunlun.devices import check_device
 from plugins.kunlun.quantised import is_scale, to_maxima
 from plugins.kunlun.runtime import Runtime
 from plugins.sdk.memory import MemoryStats
-from plugins.sdk.torch_memory import TORCH_DTYPES, TorchMemory
-
-__all__ = ["TORCH_DTYPES", "KunlunMemory"]
+from plugins.sdk.torch_devices import ask_device, check_device
+from plugins.sdk.torch_memory import TorchMemory
 
 
 class KunlunMemory(TorchMemory):
@@ -25,8 +23,8 @@ class KunlunMemory(TorchMemory):
 
     def stats(self, device: int) -> MemoryStats:
         """Totals are the device's, what is allocated is this process's."""
-        check_device(self._runtime, device)
-        free, total = self._runtime.cuda.mem_get_info(device)
+        check_device(device, self._runtime.cuda.device_count())
+        free, total = ask_device(device, self._runtime.cuda.mem_get_info)
         return MemoryStats(
             total_bytes=total,
             free_bytes=free,
@@ -42,7 +40,7 @@ class KunlunMemory(TorchMemory):
         return to_maxima(weight) if is_scale(operator, parameter) else weight.contiguous()
 
     def _place(self, device: int) -> torch.device:
-        check_device(self._runtime, device)
+        check_device(device, self._runtime.cuda.device_count())
         return self._runtime.torch_device(device)
 
     def _synchronize(self, device: int) -> None:

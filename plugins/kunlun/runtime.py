@@ -27,6 +27,7 @@ from plugins.kunlun.environment import (
 )
 from plugins.kunlun.options import KunlunOptions
 from plugins.kunlun.stacks import check_stack
+from plugins.sdk.torch_devices import ask_device
 from plugins.sdk.visibility import Visibility, count_device_files
 
 if TYPE_CHECKING:  # importing this file must not load torch: the environment comes first
@@ -59,10 +60,10 @@ class Runtime:
     emulation_note: str = ""
     device: int = 0
     _device_synchronize_works: bool = field(default=True, repr=False)
-    _visibility: Visibility = field(init=False, repr=False)
+    visibility: Visibility = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._visibility = Visibility(VISIBILITY, self.visible, self.environment)
+        self.visibility = Visibility(VISIBILITY, self.visible, self.environment)
 
     @property
     def emulated(self) -> bool:
@@ -95,7 +96,8 @@ class Runtime:
 
     def synchronize(self, index: int | None = None) -> None:
         """All work of a device (None: this process's) has ended. Builds are reported on which the device's
-        own call fails: there its current stream is waited for, and the log says so once.
+        own call fails: there its current stream is waited for, and the log says so once. Raises Unavailable
+        where that fails too.
         """
         index = self.device if index is None else index
         if self._device_synchronize_works:
@@ -105,15 +107,11 @@ class Runtime:
             except RuntimeError as error:
                 self._device_synchronize_works = False
                 log.warning("torch.cuda.synchronize fails; waiting for the stream instead", error=str(error))
-        self.cuda.current_stream(index).synchronize()
-
-    def check_visibility(self) -> None:
-        """Log once that a visibility variable was changed after the runtime had loaded: without effect."""
-        self._visibility.warn_if_changed()
+        ask_device(index, lambda device: self.cuda.current_stream(device).synchronize())
 
     def require_visible(self) -> None:
         """Settles which visibility variable counts: as many devices have to be seen as were named."""
-        self._visibility.require_seen(self.cuda.device_count(), listed_by="xpu-smi")
+        self.visibility.require_seen(self.cuda.device_count(), listed_by="xpu-smi")
 
 
 def open_runtime(options: KunlunOptions) -> Runtime:

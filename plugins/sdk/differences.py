@@ -15,6 +15,10 @@ LEAST_DIRECTION = 0.1
 _BY_CHANCE = 4.0
 """... and by how many standard errors: a small sample shows some direction by chance."""
 _SHORTEST = "bfloat16"
+_FEW_ROUNDINGS = 2.0
+"""Of a size, in unit roundoffs: what some roundings of one value make together."""
+_OF_SUMS = 0.5
+"""The same for the root of the terms of a sum: partial sums are smaller than their end."""
 
 
 class Kind(enum.Enum):
@@ -52,10 +56,10 @@ def describe_difference(difference: Tensor, value: Tensor, *, terms: int = 1) ->
     """Say of what kind a difference of `value` [..., n] is; both finite, float64. terms: of the longest sum
     behind each value.
 
-    Rounding the n partial sums of a value makes an error of about sqrt(n) * u * |value| without direction,
-    u of the shortest dtype at most. What goes with the value, has a mean, or is larger than that is none.
-    Direction is asked of the value's sign rather than the value: models have single values a thousand times
-    as large as all others, whose one rounding a regression would take for a rule.
+    Rounding the n partial sums of a value makes an error of about 0.3 * sqrt(n) * u * |value| without
+    direction, u of the shortest dtype at most. What goes with the value, has a mean, or is larger is no
+    rounding. Direction is asked of the value's sign rather than the value: models have single values a
+    thousand times as large as all others, whose one rounding a regression would take for a rule.
     """
     scale = value.square().mean(dim=-1, keepdim=True).sqrt()
     # Rows of zeros have no size to measure by: a difference there is taken as it is.
@@ -81,6 +85,6 @@ def _judge(size: float, along: float, bias: float, *, count: int, terms: int) ->
         return Kind.SYSTEMATIC, "it goes with the value: a wrong factor, sign or index"
     if abs(bias) >= least:
         return Kind.SYSTEMATIC, "it has a bias: its mean is not 0"
-    if size > 2 * UNIT_ROUNDOFF[_SHORTEST] * max(terms, 1) ** 0.5:
+    if size > UNIT_ROUNDOFF[_SHORTEST] * (_FEW_ROUNDINGS + _OF_SUMS * max(terms, 1) ** 0.5):
         return Kind.SYSTEMATIC, f"it is larger than roundings to {_SHORTEST} make it"
     return Kind.RANDOM, "it has no direction, as roundings"

@@ -126,6 +126,7 @@ def test_the_kit_imports_the_sdk_and_libraries_and_no_plugin() -> None:
         "plugins.verification",
         "meshkit",
         "grpc",
+        "google.protobuf",
         "chipmesh",
         "torch",
         "numpy",

@@ -125,10 +125,11 @@ class RunningMesh:
 
     def scrape(self, service: str) -> str:
         """The metrics page of `gateway` or `scheduler`."""
-        url = f"http://{self.description[service]['http_address']}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as reply:
-            text: str = reply.read().decode()
-            return text
+        return _read_metrics(self.description[service]["http_address"])
+
+    def scrape_worker(self, index: int) -> str:
+        """The metrics page of a worker's supervisor."""
+        return _read_metrics(self.description["workers"][index]["http_address"])
 
     def wait_until_idle(self, *, timeout_s: float = 10.0) -> list[dict[str, Any]]:
         """The replicas once nothing runs, waits or holds a page; AssertionError after `timeout_s`.
@@ -141,6 +142,12 @@ class RunningMesh:
             if all(_is_idle(replica) for replica in replicas):
                 return replicas
             assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {replicas}"
+
+
+def _read_metrics(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+        text: str = reply.read().decode()
+        return text
 
 
 def _is_idle(replica: dict[str, Any]) -> bool:

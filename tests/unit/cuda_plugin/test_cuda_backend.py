@@ -138,8 +138,8 @@ def test_a_destroyed_stream_was_waited_for_and_takes_its_events_along() -> None:
     stream, other = devices.create_stream(0), devices.create_stream(1)
     event = devices.record_event(stream)
     devices.wait_event(other, event)
-    kept: Stream = devices._streams[stream]
-    assert devices._streams[other].waited == [devices._events[event][1]]
+    kept: Stream = devices._streams[stream][1]
+    assert devices._streams[other][1].waited == [devices._events[event][1]]
     for _ in range(2):
         devices.destroy_stream(stream)
     assert kept.synchronized == 1

@@ -210,11 +210,11 @@ def test_a_visibility_variable_that_changes_later_is_reported_once(caplog: pytes
     environment = {"XPU_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}
     loaded = replace(RUNTIME, visible="0", environment=environment)
     with caplog.at_level(logging.WARNING):
-        loaded.check_visibility()
+        loaded.visibility.warn_if_changed()
         assert not caplog.text
         environment["CUDA_VISIBLE_DEVICES"] = "1"
-        loaded.check_visibility()
-        loaded.check_visibility()
+        loaded.visibility.warn_if_changed()
+        loaded.visibility.warn_if_changed()
     assert caplog.text.count("no effect") == 1
 
 

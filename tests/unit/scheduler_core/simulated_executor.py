@@ -266,9 +266,9 @@ class Drive:
             self.batcher.check_identity()
         raise AssertionError(f"not done after {most_steps} steps: {self.batcher!r}")
 
-    def finish(self) -> None:
+    def finish(self, *, most_steps: int = 5000) -> None:
         """Run to the end; then nothing may be left behind."""
-        self.run()
+        self.run(most_steps=most_steps)
         pages = self.batcher.pages
         assert (self.batcher.running, self.batcher.waiting, pages.held) == (0, 0, 0)
         assert not self.executor.slots

@@ -25,7 +25,9 @@ CACHE_POLICIES = sorted(name for name in POLICIES if make_policy(name).depends_o
 
 def waiting_ticket(tokens: int, *, since: int, cached: int = 0, priority: int = 0) -> Ticket:
     request = make_request(range(tokens), 4, priority=priority)
-    ticket = Ticket(request, token_key(request.prompt), 4, waits_since=since, cached_tokens=cached)
+    ticket = Ticket(
+        request, token_key(request.prompt), 4, request.space, waits_since=since, cached_tokens=cached
+    )
     ticket.match = PrefixMatch(OPEN, None, 0)
     return ticket
 

@@ -37,6 +37,28 @@ def test_sums_of_rounded_terms_are_random(seed: int) -> None:
     assert nature.kind is Kind.RANDOM
 
 
+@pytest.mark.parametrize("terms", [64, 576])
+def test_sums_that_are_kept_in_a_short_dtype_are_random(terms: int) -> None:
+    x, weight = values(1, 8, terms), values(2, 64, terms)
+    total = torch.zeros(8, 64, dtype=torch.bfloat16)
+    for index in range(terms):
+        total = (total.double() + torch.outer(x[:, index], weight[:, index])).to(torch.bfloat16)
+    value = x @ weight.T
+    nature = describe_difference(total.double() - value, value, terms=terms)
+    assert nature.kind is Kind.RANDOM
+    assert nature.size > 2.0**-8
+
+
+def test_a_turn_of_a_few_pairs_is_no_rounding() -> None:
+    """A position that is off by one leaves most pairs of a head nearly as they are."""
+    value = values(3, 24, 9, 64)
+    first, second = value.chunk(2, dim=-1)
+    angles = 1e5 ** (-torch.arange(32, dtype=torch.float64) / 32)
+    turned = torch.cat((first * angles.cos() - second * angles.sin(),
+                        second * angles.cos() + first * angles.sin()), dim=-1)  # fmt: skip
+    assert describe_difference(turned - value, value, terms=576).kind is Kind.SYSTEMATIC
+
+
 @pytest.mark.parametrize("tail", [0.0, 1000.0])
 @pytest.mark.parametrize("factor", [1e-6, -3e-3, -1.0])
 def test_a_wrong_factor_goes_with_the_value_however_small(tail: float, factor: float) -> None:
