@@ -39,8 +39,7 @@ def check_capabilities(backend: Backend, recorder: Recorder) -> None:
         "capabilities/declared_collectives_exist": _declared_collectives_exist,
         "capabilities/something_runs_models": _something_runs_models,
     }
-    for name, check in checks.items():
-        recorder.run(name, partial(check, backend))
+    recorder.run_all({name: partial(check, backend) for name, check in checks.items()})
 
 
 def _identity(backend: Backend) -> str:

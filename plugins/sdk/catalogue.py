@@ -76,7 +76,7 @@ _ROTARY = _classes(
 _WRITE = _classes(
     "T P S G D",
     {"decode_one": (1, 4, 16, 3, 64), "decode_batch": (8, 12, 16, 1, 128), "prefill": (40, 6, 16, 3, 64),
-     "odd": (7, 5, 3, 1, 40), "prefill_long": (512, 64, 16, 8, 128)},
+     "odd": (7, 5, 3, 1, 40), "page64": (9, 3, 64, 2, 64), "prefill_long": (512, 64, 16, 8, 128)},
     heavy=["prefill_long"],
 )  # fmt: skip
 # X tokens are in the cache before the run of T; M pages hold X + T tokens.
@@ -84,7 +84,8 @@ _PREFILL = _classes(
     "T X H G D P S M",
     {"mha_d64": (16, 0, 4, 4, 64, 3, 16, 1), "gqa3_d64_chunk": (24, 40, 9, 3, 64, 9, 16, 4),
      "gqa8_d128": (33, 0, 8, 1, 128, 5, 16, 3), "last_token": (1, 63, 9, 3, 64, 6, 16, 4),
-     "odd": (7, 10, 3, 1, 40, 11, 3, 6), "prefill_long": (512, 512, 9, 3, 64, 70, 16, 64)},
+     "odd": (7, 10, 3, 1, 40, 11, 3, 6), "page64": (20, 70, 4, 2, 64, 4, 64, 2),
+     "prefill_long": (512, 512, 9, 3, 64, 70, 16, 64)},
     heavy=["prefill_long"],
 )  # fmt: skip
 # B sequences of at most M pages each.
@@ -92,7 +93,7 @@ _DECODE = _classes(
     "B H G D P S M",
     {"one_gqa3_d64": (1, 9, 3, 64, 6, 16, 4), "batch_mha_d64": (4, 4, 4, 64, 24, 16, 3),
      "batch_gqa8_d128": (8, 8, 1, 128, 40, 16, 5), "odd": (5, 3, 1, 40, 23, 3, 4),
-     "batch_long": (32, 9, 3, 64, 512, 16, 64)},
+     "page64": (3, 4, 2, 64, 7, 64, 2), "batch_long": (32, 9, 3, 64, 512, 16, 64)},
     heavy=["batch_long"],
 )  # fmt: skip
 _LOGITS = _classes(

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from plugins.conformance.kit import run_conformance
 from plugins.conformance.report import Report
 from plugins.sdk import registry
 from plugins.sdk.backend import Backend
+
+# Small tensors: a second thread costs more than it saves, and much more beside other processes.
+torch.set_num_threads(1)
 
 Check = Callable[..., Report]
 

@@ -1,4 +1,4 @@
-"""A mesh with a worker on an emulated chip: it says so, falls back as planned, and gives the golden tokens."""
+"""A mesh with a worker on an emulated chip: it says so, falls back as planned, gives the golden tokens."""
 
 from __future__ import annotations
 
