@@ -9,7 +9,9 @@ from plugins.sdk.torch_devices import TorchDevices, ask_device
 
 
 class CudaDevices(TorchDevices):
-    """Streams and events are CUDA's own. Integrated GPUs, which share the host's memory, are not looked for."""
+    """Streams and events are CUDA's own. Integrated GPUs, which share the host's memory, are not looked
+    for.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime.cuda, runtime.visibility)

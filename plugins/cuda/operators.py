@@ -17,6 +17,7 @@ from plugins.cuda.norms import Norms
 from plugins.cuda.runtime import Runtime
 from plugins.sdk.memory import MemoryManager
 from plugins.sdk.operators import OperatorSet
+from plugins.sdk.reference import operators as reference
 from plugins.sdk.reference import sampling
 
 
@@ -58,9 +59,8 @@ class CudaOperators(OperatorSet):
         return self._norms.add_rms_norm(x, residual, weight, eps)
 
     def rotary(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-        """One look-up for both; in float32, rounded once."""
-        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-        return _rotate(query, cos, sin), _rotate(key, cos, sin)
+        """As the reference: one look-up for both; in float32, rounded once."""
+        return reference.rotary(query, key, positions, cos_sin)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Two launches, no concatenation."""
@@ -174,8 +174,3 @@ class CudaOperators(OperatorSet):
             return self.linear_w4a16(self.silu_mul(self.linear_w4a16(rows, *first)), *second)
 
         return quantised.mix_experts(x, weights, expert_ids, gate_up.shape[0], feed_forward)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -50,13 +50,6 @@ def route(ops: Any, router_logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return weights, ids.long()
 
 
-def route_without_norm(router_logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """As `route` with weights as they are, which the fused kernel cannot give: by torch."""
-    probabilities = router_logits.float().softmax(dim=-1)
-    weights, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    return weights[:, :top_k].contiguous(), ids[:, :top_k].contiguous()
-
-
 def mix_experts(
     ops: Any, x: Tensor, weights: Tensor, expert_ids: Tensor, *, experts: int, gate_up: Product, down: Product
 ) -> Tensor:

@@ -18,7 +18,7 @@ from plugins.kunlun.runtime import Runtime
 from plugins.sdk.kv_layout import KvLayout
 from plugins.sdk.memory import MemoryManager
 from plugins.sdk.operators import OperatorSet
-from plugins.sdk.reference import sampling
+from plugins.sdk.reference import routing, sampling
 
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
@@ -218,7 +218,7 @@ class KunlunOperators(OperatorSet):
     def moe_route(self, router_logits: Tensor, top_k: int, renormalize: int) -> tuple[Tensor, Tensor]:
         """kunlun_ops.moe_softmax_topk_norm, which always divides by the sum; torch's sort without that."""
         if not renormalize:
-            return moe.route_without_norm(router_logits, top_k)
+            return routing.moe_route(router_logits, top_k, renormalize)
         return moe.route(self._ops, router_logits, top_k)
 
     def moe_experts(self, x: Tensor, gate_up: Any, down: Any, weights: Tensor, expert_ids: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from plugins.kunlun.operators import DTYPES, KV_LAYOUT, PAGE_SIZES
 from plugins.kunlun.probes import start_operators
 from plugins.kunlun.runtime import Runtime
 from plugins.sdk.backend import PluginInfo, RunnerContext
-from plugins.sdk.capabilities import CapabilityReport
+from plugins.sdk.capabilities import CapabilityReport, Coverage
 from plugins.sdk.operator_backend import OperatorBackend
 from plugins.sdk.process_group import PRIMITIVES
 from plugins.sdk.runner import ModelRunner
@@ -66,7 +66,12 @@ class KunlunBackend(OperatorBackend):
             accumulation_dtype="float32",
             kv_cache_dtypes=DTYPES,
             kv_layout=KV_LAYOUT.name,
+            quantization_formats=self._quantization_formats(),
             page_sizes_tokens=PAGE_SIZES,
             numeric_classes=DTYPES,
             collectives=PRIMITIVES,
         )
+
+    def _quantization_formats(self) -> tuple[str, ...]:
+        """Those whose product is native."""
+        return ("w8a8",) if self._operators.coverage("linear_w8a8") is Coverage.NATIVE else ()

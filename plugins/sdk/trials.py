@@ -32,6 +32,8 @@ _LONG_PAGES = 48
 
 Inputs = dict[str, Any]
 """Arguments by name, in the order of the catalogue; tensors on the host, None: an optional one left out."""
+MakeInputs = Callable[["TrialMaker"], Inputs]
+"""One trial of an operator: its inputs, of the sizes and the dtype that the maker has."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class OperatorTrials:
 
     memory: makes the operators' own form of weights. place: a host tensor, copied to the device.
     synchronize: wait for the device; a kernel that fails late raises there. sizes: each is tried.
-    layout: the operators' own.
+    layout: the operators' own. own: the chip's own trials by operator, in place of those here: for kernels
+    that take other sizes, or operators that nothing tries here.
     """
 
     memory: MemoryManager
@@ -64,6 +67,7 @@ class OperatorTrials:
     synchronize: Callable[[], None]
     sizes: Sequence[TrialSizes] = (TrialSizes(),)
     layout: KvLayout = field(default_factory=KvLayout)
+    own: Mapping[str, Sequence[MakeInputs]] = field(default_factory=dict)
 
     def find_problem(self, operators: OperatorSet, name: str, dtypes: Iterable[str]) -> str:
         """How an operator differs from the reference in any of the dtypes; "" where it does not, or where
@@ -71,9 +75,10 @@ class OperatorTrials:
         """
         for sizes in self.sizes:
             for dtype in dtypes:
-                for inputs in make_inputs(name, sizes, getattr(torch, dtype), self.layout):
-                    if problem := self._try(operators, CATALOGUE[name], inputs):
-                        return f"compared with the reference in {dtype}: {problem}"
+                maker = TrialMaker(sizes, getattr(torch, dtype), self.layout)
+                for make in self.own.get(name, TRIALS.get(name, ())):
+                    if problem := self._try(operators, CATALOGUE[name], make(maker)):
+                        return f"compared with the reference at load in {dtype}: {problem}"
         return ""
 
     def _try(self, operators: OperatorSet, spec: OpSpec, inputs: Inputs) -> str:
@@ -105,7 +110,11 @@ class OperatorTrials:
         ]
 
     def _on_device(self, value: Any) -> Any:
-        return self.place(value) if isinstance(value, Tensor) else value
+        """With the strides that it has on the host: torch copies a part of a tensor without its gaps."""
+        if not isinstance(value, Tensor):
+            return value
+        span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        return self.place(value.as_strided((span,), (1,))).as_strided(value.shape, value.stride(), 0)
 
 
 def distance(got: Tensor, wanted: Tensor) -> str:
@@ -136,25 +145,17 @@ def _differs(value: Any, before: Any) -> bool:
 
 
 def tried_operators() -> list[str]:
-    """Operators that have a trial, in the order of the catalogue."""
-    return [name for name in CATALOGUE if name in _MAKERS]
-
-
-def make_inputs(
-    name: str, sizes: TrialSizes, dtype: torch.dtype, layout: KvLayout | None = None
-) -> Sequence[Inputs]:
-    """Inputs of each trial of one operator; none where nothing tries it. layout: of caches in memory."""
-    makers = _MAKERS.get(name, ())
-    return [make(_Maker(sizes, dtype, layout or KvLayout())) for make in makers]
+    """Operators that TRIALS has, in the order of the catalogue."""
+    return [name for name in CATALOGUE if name in TRIALS]
 
 
 @dataclass(frozen=True)
-class _Maker:
-    """Draws tensors by seed, so that every start and every chip sees the same."""
+class TrialMaker:
+    """Draws tensors by seed, so that every start and every chip sees the same. Caches lie in `layout`."""
 
     sizes: TrialSizes
     dtype: torch.dtype
-    layout: KvLayout
+    layout: KvLayout = field(default_factory=KvLayout)
 
     def random(self, seed: int, *shape: int, factor: float = 1.0) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -183,18 +184,18 @@ class _Maker:
         return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5) / 1000
 
     def choice(self, rows: int) -> Inputs:
-        """Experts of `rows` tokens: one is chosen by nobody, no token has one twice."""
+        """weights and expert_ids of `rows` tokens: one expert is chosen by nobody, no token has one twice."""
         experts, chosen = self.sizes.experts, self.sizes.chosen
         order = torch.rand(rows, experts - 1, generator=torch.Generator().manual_seed(8)).argsort(dim=1)
         weights = torch.rand(rows, chosen, generator=torch.Generator().manual_seed(9)) + 0.1
         return {"weights": weights, "expert_ids": order[:, :chosen].contiguous()}
 
 
-def _embedding(make: _Maker) -> Inputs:
+def _embedding(make: TrialMaker) -> Inputs:
     return {"token_ids": torch.tensor([6, 0, 6, 3]), "weight": make.random(1, 7, make.sizes.hidden)}
 
 
-def _linear(make: _Maker) -> Inputs:
+def _linear(make: TrialMaker) -> Inputs:
     hidden = make.sizes.hidden
     return {
         "x": make.random(1, 5, hidden),
@@ -203,16 +204,16 @@ def _linear(make: _Maker) -> Inputs:
     }
 
 
-def _linear_without_bias(make: _Maker) -> Inputs:
+def _linear_without_bias(make: TrialMaker) -> Inputs:
     return {**_linear(make), "x": make.random(1, 1, make.sizes.hidden), "bias": None}
 
 
-def _rms_norm(make: _Maker) -> Inputs:
+def _rms_norm(make: TrialMaker) -> Inputs:
     weight = 1 + make.random(2, make.sizes.hidden, factor=0.25)
     return {"x": make.random(1, 5, make.sizes.hidden), "weight": weight, "eps": 1e-5}
 
 
-def _add_rms_norm(make: _Maker) -> Inputs:
+def _add_rms_norm(make: TrialMaker) -> Inputs:
     norm = _rms_norm(make)
     residual = make.random(5, 5, make.sizes.hidden)
     return {"x": norm["x"], "residual": residual, "weight": norm["weight"], "eps": norm["eps"]}
@@ -223,7 +224,7 @@ def _cos_sin(size: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
-def _rotary(make: _Maker) -> Inputs:
+def _rotary(make: TrialMaker) -> Inputs:
     """Query and key as parts of one product: rows with gaps."""
     heads, groups = make.sizes.heads, make.sizes.groups
     joined = make.random(1, 5, heads + groups, make.sizes.size)
@@ -235,7 +236,13 @@ def _rotary(make: _Maker) -> Inputs:
     }
 
 
-def _qkv_rotary(make: _Maker) -> Inputs:
+def _rotary_apart(make: TrialMaker) -> Inputs:
+    """Query and key of their own: who makes rows contiguous before working in place changes these."""
+    joined = _rotary(make)
+    return {**joined, "query": joined["query"].contiguous(), "key": joined["key"].contiguous()}
+
+
+def _qkv_rotary(make: TrialMaker) -> Inputs:
     sizes = make.sizes
     rows = (sizes.heads + 2 * sizes.groups) * sizes.size
     return {
@@ -249,11 +256,11 @@ def _qkv_rotary(make: _Maker) -> Inputs:
     }
 
 
-def _silu_mul(make: _Maker) -> Inputs:
+def _silu_mul(make: TrialMaker) -> Inputs:
     return {"gate_up": make.random(1, 5, 2 * make.sizes.inner, factor=2.0)}
 
 
-def _write_kv(make: _Maker) -> Inputs:
+def _write_kv(make: TrialMaker) -> Inputs:
     """Rows that cross pages, among cells that nobody may touch."""
     page, groups, size = make.sizes.page, make.sizes.groups, make.sizes.size
     return {
@@ -264,10 +271,10 @@ def _write_kv(make: _Maker) -> Inputs:
     }
 
 
-def _prefill(start_pages: int, start: int, count: int) -> Callable[[_Maker], Inputs]:
+def _prefill(start_pages: int, start: int, count: int) -> MakeInputs:
     """count 0: a whole page."""
 
-    def made(make: _Maker) -> Inputs:
+    def made(make: TrialMaker) -> Inputs:
         page = make.sizes.page
         first, tokens = start_pages * page + start, count or page
         return {
@@ -281,19 +288,19 @@ def _prefill(start_pages: int, start: int, count: int) -> Callable[[_Maker], Inp
     return made
 
 
-def _decode(make: _Maker) -> Inputs:
+def _decode(make: TrialMaker) -> Inputs:
     """A single token, a full page, and somewhat more than two pages; unused places of the table hold 0."""
     page = make.sizes.page
     return _decoding(make, [[2, 0, 0], [1, 0, 0], [5, 3, 4]], [1, page, 2 * page + page // 2])
 
 
-def _decode_long(make: _Maker) -> Inputs:
+def _decode_long(make: TrialMaker) -> Inputs:
     """Long enough to be split into parts, beside a row that is in the first part only."""
     table = [[(3 * place + row) % _PAGES for place in range(_LONG_PAGES)] for row in range(2)]
     return _decoding(make, table, [_LONG_PAGES * make.sizes.page - 3, 5])
 
 
-def _decoding(make: _Maker, table: list[list[int]], held: list[int]) -> Inputs:
+def _decoding(make: TrialMaker, table: list[list[int]], held: list[int]) -> Inputs:
     lengths = torch.tensor(held)
     hidden = torch.arange(len(table[0]) * make.sizes.page) >= lengths.unsqueeze(1)
     return {
@@ -306,13 +313,13 @@ def _decoding(make: _Maker, table: list[list[int]], held: list[int]) -> Inputs:
     }
 
 
-def _argmax(make: _Maker) -> Inputs:
+def _argmax(make: TrialMaker) -> Inputs:
     """The lowest among equals wins."""
     del make
     return {"logits": torch.tensor([[0.0, 2.0, -1.0, 2.0], [-3.0, -4.0, -3.5, -3.0]])}
 
 
-def _sample(make: _Maker) -> Inputs:
+def _sample(make: TrialMaker) -> Inputs:
     """No filter, then each alone, then all; draws in the middle of a token's share."""
     del make
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0, 2.5]]).repeat(5, 1)
@@ -326,30 +333,52 @@ def _sample(make: _Maker) -> Inputs:
     }
 
 
-def _moe_route(renormalize: int) -> Callable[[_Maker], Inputs]:
-    """A row of equals, a row with two, and one without any."""
+def _moe_route(rows: int, renormalize: int) -> MakeInputs:
+    """Whole numbers, among which equals are common: the lowest id has to come first. Of several rows the
+    first is of equals, the last without any.
+    """
 
-    def made(make: _Maker) -> Inputs:
-        experts = make.sizes.experts
-        logits = make.random(6, 3, experts)
-        logits[0] = 0.5
-        logits[1, -1] = logits[1, 0]
+    def made(make: TrialMaker) -> Inputs:
+        values = make.random(6, rows, make.sizes.experts, factor=1.5)
+        logits = values.round()
+        if rows > 1:
+            logits[0], logits[-1] = 0.5, values[-1]
         return {"router_logits": logits, "top_k": make.sizes.chosen, "renormalize": renormalize}
 
     return made
 
 
-def _moe_experts(make: _Maker) -> Inputs:
-    experts, inner, hidden = make.sizes.experts, make.sizes.inner, make.sizes.hidden
-    return {
-        "x": make.random(1, 7, hidden),
-        "gate_up": make.random(2, experts, 2 * inner, hidden, factor=0.1),
-        "down": make.random(3, experts, hidden, inner, factor=0.1),
-        **make.choice(7),
-    }
+def _many(make: TrialMaker) -> Inputs:
+    return make.choice(29)
 
 
-def _linear_w8a8(make: _Maker) -> Inputs:
+def _single(make: TrialMaker) -> Inputs:
+    return make.choice(1)
+
+
+def _all_to_one(make: TrialMaker) -> Inputs:
+    return {"weights": torch.full((9, 1), 0.75), "expert_ids": torch.full((9, 1), make.sizes.experts // 2)}
+
+
+EXPERT_CHOICES: Sequence[MakeInputs] = (_many, _single, _all_to_one)
+"""weights and expert_ids of many tokens, of a single one, and of some that all go to one expert."""
+
+
+def _moe_experts(choose: MakeInputs) -> MakeInputs:
+    def made(make: TrialMaker) -> Inputs:
+        experts, inner, hidden = make.sizes.experts, make.sizes.inner, make.sizes.hidden
+        choice = choose(make)
+        return {
+            "x": make.random(1, len(choice["expert_ids"]), hidden),
+            "gate_up": make.random(2, experts, 2 * inner, hidden, factor=0.1),
+            "down": make.random(3, experts, hidden, inner, factor=0.1),
+            **choice,
+        }
+
+    return made
+
+
+def _linear_w8a8(make: TrialMaker) -> Inputs:
     """A row of zeros among others, and sizes that divide by nothing."""
     columns = make.sizes.hidden - 1
     x = make.steps(1, 5, columns)
@@ -362,7 +391,7 @@ def _linear_w8a8(make: _Maker) -> Inputs:
     }
 
 
-def _linear_w4a16(make: _Maker) -> Inputs:
+def _linear_w4a16(make: TrialMaker) -> Inputs:
     half, groups = make.sizes.hidden // 2, 3
     return {
         "x": make.random(1, 5, 2 * half),
@@ -373,12 +402,12 @@ def _linear_w4a16(make: _Maker) -> Inputs:
     }
 
 
-_MAKERS: Mapping[str, Sequence[Callable[[_Maker], Inputs]]] = {
+TRIALS: Mapping[str, Sequence[MakeInputs]] = {
     "embedding": (_embedding,),
     "linear": (_linear, _linear_without_bias),
     "rms_norm": (_rms_norm,),
     "add_rms_norm": (_add_rms_norm,),
-    "rotary": (_rotary,),
+    "rotary": (_rotary, _rotary_apart),
     "silu_mul": (_silu_mul,),
     "write_kv": (_write_kv,),
     "attention_prefill": (_prefill(0, 0, 7), _prefill(0, 0, 0), _prefill(1, 5, 20)),
@@ -386,12 +415,12 @@ _MAKERS: Mapping[str, Sequence[Callable[[_Maker], Inputs]]] = {
     "argmax": (_argmax,),
     "sample": (_sample,),
     "qkv_rotary": (_qkv_rotary,),
-    "moe_route": (_moe_route(0), _moe_route(1)),
-    "moe_experts": (_moe_experts,),
+    "moe_route": (_moe_route(5, 0), _moe_route(5, 1), _moe_route(1, 1)),
+    "moe_experts": tuple(_moe_experts(choose) for choose in EXPERT_CHOICES),
     "linear_w8a8": (_linear_w8a8,),
     "linear_w4a16": (_linear_w4a16,),
 }
 """By operator. moe_experts_w8a8 and moe_experts_w4a16 are not tried. The first rounds to int8 between its
-products, from values in which a chip and the reference differ by the last bit: no small comparison tells a
-fault from that. Both stand or fall with their parts.
+products, from values in which a chip and the reference differ by the last bit: in float32 no small comparison
+tells a fault from that. Both stand or fall with their parts.
 """

@@ -49,7 +49,7 @@ def test_a_library_that_differs_is_left_aside_with_its_reason(caplog: pytest.Log
         operators = start(runtime)
     assert runtime.choices["attention_kernels"] == "torch"
     assert operators.declined == {}, "torch's own attention is as native"
-    assert "attention_decode was compared with the reference in bfloat16: off by" in caplog.text
+    assert "attention_decode was compared with the reference at load in bfloat16: off by" in caplog.text
 
 
 def test_a_library_that_lacks_what_is_called_is_left_aside(caplog: pytest.LogCaptureFixture) -> None:

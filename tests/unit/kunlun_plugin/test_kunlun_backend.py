@@ -16,7 +16,7 @@ from plugins.kunlun.plugin import KunlunBackend
 from plugins.sdk.backend import RunnerContext
 from plugins.sdk.registry import check_versions
 from plugins.sdk.self_test import run_self_test
-from tests.unit.kunlun_plugin.emulated import RUNTIME
+from tests.unit.kunlun_plugin.emulated import RUNTIME, runtime_with
 
 BACKEND = KunlunBackend(RUNTIME)
 WORLD = 2
@@ -31,10 +31,15 @@ def test_the_report_says_that_it_is_emulated_and_what_that_leaves_open() -> None
     assert report.kv_layout == "layer_kv_page_head_token_value"
     assert report.page_sizes_tokens == (16, 64, 128)
     assert not report.graph_capture
-    assert report.quantization_formats == ()
+    assert report.quantization_formats == ("w8a8",)
     attention = next(each for each in report.operators if each.name == "attention_decode")
     assert "S in (16, 64, 128)" in attention.constraints
     assert report.to_proto().emulated
+
+
+def test_a_build_without_an_int8_product_reports_no_format() -> None:
+    backend = KunlunBackend(runtime_with(without=("gemm_I8_I8_bf16_nt", "matmul")))
+    assert backend.capabilities().quantization_formats == ()
 
 
 def test_versions_are_in_the_ranges_that_it_declares() -> None:

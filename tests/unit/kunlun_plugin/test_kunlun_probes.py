@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from plugins.kunlun import probes
 from plugins.kunlun.decode import DecodeVariant, find_decode_variants
 from plugins.kunlun.operators import KunlunOperators
+from plugins.sdk.capabilities import Coverage
+from plugins.sdk.catalogue import CATALOGUE
 from plugins.sdk.operators import REFERENCE
 from plugins.sdk.planning import CallSite
+from plugins.sdk.trials import TRIALS
 from tests.unit.kunlun_plugin.emulated import RUNTIME, Call, changing, denied, operators_of, runtime_with
 
 OPS = RUNTIME.ops
@@ -115,6 +119,31 @@ def test_a_denied_operator_runs_on_the_reference_and_says_so(caplog: pytest.LogC
     assert decision.choice == "reference"
     assert decision.reason in caplog.text
     assert "off by" in decision.reason
+
+
+def test_all_that_the_plugin_covers_is_tried() -> None:
+    covered = {name for name in CATALOGUE if operators_of(RUNTIME).coverage(name) is Coverage.NATIVE}
+    assert covered <= TRIALS.keys() | probes._OWN.keys()
+    assert covered.isdisjoint({"sample", "qkv_rotary", "linear_w4a16", "moe_experts_w4a16"})
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_a_fault_with_one_page_size_is_found(page: int) -> None:
+    def wrong(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        OPS.reshape_and_cache(key, value, keys, values, slots + int(keys.shape[2] == page))
+
+    assert set(denied(operators_of(runtime_with(reshape_and_cache=wrong)))) == {"write_kv"}
+
+
+@pytest.mark.parametrize("experts", [7, 13])
+def test_a_fault_with_one_number_of_experts_is_found(experts: int) -> None:
+    def miscounted(topk_ids: Tensor, block_statistic: Tensor) -> None:
+        OPS.gen_block_statistic(topk_ids, block_statistic)
+        if block_statistic.shape[1] == experts:
+            block_statistic.zero_()
+
+    reasons = denied(operators_of(runtime_with(gen_block_statistic=miscounted)))
+    assert set(reasons) == {"moe_experts", "moe_experts_w8a8"}
 
 
 def test_rotary_that_works_on_its_inputs_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from unittest import mock
 import pytest
 import torch
 
-from meshkit.errors import FailedPrecondition, InvalidArgument
+from meshkit.errors import FailedPrecondition, InvalidArgument, Unavailable
 from plugins.kunlun import backend, runtime
+from plugins.kunlun.devices import KunlunDevices
 from plugins.kunlun.environment import (
     DEVICE_FILE,
     MODULES,
@@ -23,6 +24,7 @@ from plugins.kunlun.environment import (
     prepare_environment,
     require_pieces,
 )
+from plugins.kunlun.memory import KunlunMemory
 from plugins.kunlun.options import KunlunOptions, read_options
 from plugins.kunlun.stacks import check_stack
 from plugins.sdk.registry import load_backend, register_backend
@@ -204,6 +206,25 @@ def test_where_the_devices_own_call_fails_its_stream_is_waited_for(caplog: pytes
         build.synchronize()
     assert waited == [3, 0]
     assert caplog.text.count("operation not supported") == 1
+
+
+def test_a_device_that_failed_is_unavailable() -> None:
+    def fails(*arguments: int) -> None:
+        raise RuntimeError("kernel timed out")
+
+    failed = SimpleNamespace(
+        device_count=lambda: 1,
+        get_device_properties=fails,
+        mem_get_info=fails,
+        synchronize=fails,
+        current_stream=lambda index: SimpleNamespace(synchronize=fails),
+    )
+    build = replace(RUNTIME, cuda=failed)
+    devices, memory = KunlunDevices(build), KunlunMemory(build)
+    for call in (devices.properties, devices.synchronize, memory.stats):
+        with pytest.raises(Unavailable, match="device 0 does not answer: kernel timed out") as error:
+            call(0)
+        assert error.value.reason == "DEVICE_FAILED"
 
 
 def test_a_visibility_variable_that_changes_later_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:

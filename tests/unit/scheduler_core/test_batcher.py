@@ -252,6 +252,18 @@ def test_a_salt_hides_a_prefix_from_other_tenants() -> None:
     assert drive.batcher.matched_tokens(make_request(range(20))) == 0
 
 
+def test_an_adapter_has_prefixes_of_its_own_also_beside_a_salt_of_its_name() -> None:
+    drive = Drive(make_limits())
+    drive.add(make_request(range(20), 1, adapter="a", salt="b"))
+    drive.finish()
+    spaces = [("b", "a"), ("a", "b"), ("", "a"), ("b", ""), ("ab", ""), ("", "")]
+    matched = [
+        drive.batcher.matched_tokens(make_request(range(20), salt=salt, adapter=adapter))
+        for salt, adapter in spaces
+    ]
+    assert matched == [16, 0, 0, 0, 0, 0]
+
+
 def test_flushing_frees_the_cache_but_for_what_running_requests_use() -> None:
     drive = Drive(make_limits(page_size=4), depth=1)
     drive.add(make_request(range(40, 60), 1))

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler_svc.core.errors import IdentityViolated
 from scheduler_svc.core.radix_node import Node
-from scheduler_svc.core.radix_tree import RadixTree
+from scheduler_svc.core.radix_tree import PrefixMatch, RadixTree
 from scheduler_svc.core.token_key import Namespace, common_bytes, token_key
 
 
@@ -207,6 +207,7 @@ class RadixTreeMachine(RuleBasedStateMachine):
         self.model: dict[tuple[str, tuple[int, ...]], int] = {}
         self.locks: list[tuple[Node, str, tuple[int, ...]]] = []
         self.next_page = 0
+        self.watched: dict[str, tuple[list[int], PrefixMatch]] = {}
 
     def known_pages(self, tokens: Sequence[int], salt: str) -> list[int]:
         pages = []
@@ -253,6 +254,27 @@ class RadixTreeMachine(RuleBasedStateMachine):
         gone = set(self.tree.evict(count).tolist())
         assert len(gone) == expected
         self.model = {prefix: page for prefix, page in self.model.items() if page not in gone}
+
+    @rule(tokens=SEQUENCES, salt=st.sampled_from("ab"))
+    def watch(self, tokens: list[int], salt: str) -> None:
+        name = f"{salt} {tokens}"
+        match = self.tree.match(token_key(tokens), space=Namespace(salt))
+        self.tree.watch(name, match, token_key(tokens))
+        self.watched[name] = (tokens, match)
+
+    @rule()
+    def take_stale(self) -> None:
+        for name in self.tree.take_stale():
+            del self.watched[name]
+
+    @invariant()
+    def a_match_of_which_nothing_was_told_still_holds(self) -> None:
+        if not hasattr(self, "tree"):
+            return
+        for name, (tokens, match) in self.watched.items():
+            if name not in self.tree._watch._stale:
+                found = self.tree.match(token_key(tokens), space=match.space)
+                assert (found.node, found.depth) == (match.node, match.depth)
 
     @invariant()
     def tree_and_model_agree(self) -> None:

@@ -14,7 +14,17 @@ from plugins.sdk.catalogue import CATALOGUE
 from plugins.sdk.host import HostMemory
 from plugins.sdk.kv_layout import KvLayout
 from plugins.sdk.operators import REFERENCE, OperatorSet
-from plugins.sdk.trials import OperatorTrials, TrialSizes, distance, make_inputs, tried_operators
+from plugins.sdk.trials import (
+    EXPERT_CHOICES,
+    TRIALS,
+    Inputs,
+    MakeInputs,
+    OperatorTrials,
+    TrialMaker,
+    TrialSizes,
+    distance,
+    tried_operators,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -57,9 +67,9 @@ def test_all_operators_are_tried_but_those_that_round_between_products() -> None
 def test_inputs_are_all_that_the_catalogue_lists_in_its_order(name: str) -> None:
     spec = CATALOGUE[name]
     names = [each.name for each in spec.inputs] + [each.name for each in spec.attributes]
-    made = make_inputs(name, TrialSizes(), torch.float32)
-    assert made
-    for inputs in made:
+    assert TRIALS[name]
+    for make in TRIALS[name]:
+        inputs = make(TrialMaker(TrialSizes(), torch.float32))
         assert list(inputs) == names
         shapes = {each.name: len(each.shape) for each in spec.inputs}
         assert {key: value.dim() for key, value in inputs.items() if isinstance(value, Tensor)} == {
@@ -112,7 +122,7 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
 def test_a_fault_is_found_and_described(fault: str) -> None:
     name, operator, words = FAULTS[fault]
     found = problem_of(name, operator, "float32")
-    assert found.startswith("compared with the reference in float32: ")
+    assert found.startswith("compared with the reference at load in float32: ")
     assert words in found
 
 
@@ -151,6 +161,66 @@ def test_caches_lie_in_the_order_that_the_chip_wants() -> None:
 
     assert problem_of("attention_decode", attend, "float32", layout=layout, place=lambda each: each) == ""
     assert seen == [True, True]
+
+
+def test_query_and_key_lie_as_parts_of_one_product_and_by_themselves() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def rotary(query: Tensor, key: Tensor, *rest: Any) -> Any:
+        seen.extend((query.stride(), key.stride()))
+        return REFERENCE["rotary"](query, key, *rest)
+
+    sizes = (TrialSizes(heads=3, groups=1, size=8),)
+    assert problem_of("rotary", rotary, "float32", sizes=sizes) == ""
+    assert seen[:2] == [(32, 8, 1), (32, 8, 1)], "rows of 4 heads, whoever takes 3 and 1 of them"
+    assert seen[2:] == [(24, 8, 1), (8, 8, 1)]
+
+
+def test_a_chips_own_trials_stand_in_place_of_the_common_ones() -> None:
+    def wide(make: TrialMaker) -> Inputs:
+        x, weight = make.random(1, 2, 16 * make.sizes.hidden), make.random(2, 3, 16 * make.sizes.hidden)
+        return {"x": x, "weight": weight, "bias": None}
+
+    seen: list[tuple[int, ...]] = []
+
+    def linear(x: Tensor, weight: Any, bias: Tensor | None) -> Any:
+        seen.append(tuple(x.shape))
+        return REFERENCE["linear"](x, weight, bias)
+
+    sizes = (TrialSizes(), TrialSizes(hidden=2))
+    assert problem_of("linear", linear, "float32", sizes=sizes, own={"linear": (wide,)}) == ""
+    assert seen == [(2, 1536), (2, 32)]
+    assert problem_of("argmax", _raises, "float32", own={"linear": (wide,)}), "others are tried as ever"
+
+
+def test_an_operator_that_only_the_chip_tries_is_compared_too() -> None:
+    def experts(make: TrialMaker) -> Inputs:
+        count, choice = make.sizes.experts, make.choice(3)
+        gate_up, down = make.int8(2, count, 32, 16), make.int8(3, count, 16, 16)
+        scales = make.positive(4, count, 32), make.positive(5, count, 16)
+        return {
+            "x": make.random(1, 3, 16),
+            "gate_up": gate_up,
+            "gate_up_scale": scales[0],
+            "down": down,
+            "down_scale": scales[1],
+            **choice,
+        }
+
+    name = "moe_experts_w8a8"
+    wrong = changing(name, lambda y: 2 * y)
+    assert problem_of(name, wrong, "bfloat16") == ""
+    assert problem_of(name, REFERENCE[name], "bfloat16", own={name: (experts,)}) == ""
+    assert "off by" in problem_of(name, wrong, "bfloat16", own={name: (experts,)})
+
+
+@pytest.mark.parametrize("choose", EXPERT_CHOICES)
+def test_no_token_has_an_expert_twice_and_one_is_chosen_by_nobody(choose: MakeInputs) -> None:
+    made = choose(TrialMaker(TrialSizes(experts=7, chosen=3), torch.float32))
+    ids = made["expert_ids"]
+    assert made["weights"].shape == ids.shape
+    assert ids.max() < 6
+    assert all(len(set(row)) == len(row) for row in ids.tolist())
 
 
 def test_weights_come_as_the_chips_memory_makes_them() -> None:
