@@ -4,6 +4,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 .venv/bin/chipmesh pull smollm2-135m
-echo "nightly: all tests with many more examples per property"
+export HYPOTHESIS_PROFILE=nightly
+MACHINE=tests/unit/scheduler_core/test_batcher_machine.py
 # No per-test timeout: a property test of the nightly profile runs for as long as its examples need.
-HYPOTHESIS_PROFILE=nightly .venv/bin/python -m pytest --timeout=0 -m "nightly or not nightly" "$@"
+echo "nightly: a million random steps over the scheduler's tree, ledger and batcher"
+.venv/bin/python -m pytest --timeout=0 "$MACHINE"
+echo "nightly: all tests with many more examples per property"
+.venv/bin/python -m pytest --timeout=0 -m "nightly or not nightly" --ignore="$MACHINE" "$@"

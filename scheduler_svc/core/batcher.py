@@ -6,19 +6,24 @@ What a step in flight touches stays as it is until its result was applied.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import repeat
 
 import numpy as np
 
-from scheduler_svc.core.decode_set import ROOM_TOKENS, DecodeSet
-from scheduler_svc.core.errors import IdentityViolated, RequestTooLarge
+from scheduler_svc.core.admission import AdmissionDesk
+from scheduler_svc.core.decode_set import DecodeSet
+from scheduler_svc.core.errors import RequestTooLarge
+from scheduler_svc.core.kv_events import KvEventLog, KvSnapshot
 from scheduler_svc.core.neighbours import Neighbours
 from scheduler_svc.core.output_reserve import OutputReserve
 from scheduler_svc.core.page_pool import PagePool
 from scheduler_svc.core.policy import SchedulePolicy
 from scheduler_svc.core.request_state import Move, State
+from scheduler_svc.core.retraction import least_progressed
 from scheduler_svc.core.seat import Seat, Ticket
+from scheduler_svc.core.slots import SlotTable
 from scheduler_svc.core.steps_in_flight import PlannedChunk, StepDraft, StepsInFlight
 from scheduler_svc.core.structures import (
     Admission,
@@ -28,7 +33,6 @@ from scheduler_svc.core.structures import (
     FinishReason,
     PageAppend,
     PageCounts,
-    PageId,
     Placed,
     PrefillChunk,
     ReplicaId,
@@ -42,8 +46,12 @@ from scheduler_svc.core.structures import (
     TokensMade,
 )
 from scheduler_svc.core.token_key import TOKEN_BYTES, token_key
-from scheduler_svc.core.waiting_queue import WaitingQueue
+from scheduler_svc.core.waiting_queue import PATIENCE, WaitingQueue
 
+_GROWTH_TOKENS = 16
+"""With small pages a decoding request gets pages for so many tokens at once: not one at every step."""
+_PLENTY = 8
+"""But only if so many times of that can be had: when pages are short, each gets one."""
 _RETRY_TICKS = 8
 """A request that found no room is tried again when something changed, or after so many decode steps."""
 
@@ -52,7 +60,11 @@ class Batcher:
     """All requests of one replica, from `add` to their last event.
 
     limits: of the replica; policy: the order of admission, not shared with another batcher;
-    conservativeness: how much is kept free for those that run when one more is admitted, 1 as usual.
+    conservativeness: how much is kept free for those that run when one more is admitted, 1 as usual;
+    patience: by how many admissions policy and priorities may delay a request (waiting_queue.py).
+
+    Raises:
+        UnknownEvictionPolicy: the limits name one.
     """
 
     def __init__(
@@ -62,27 +74,34 @@ class Batcher:
         policy: SchedulePolicy,
         replica: ReplicaId,
         conservativeness: float = 1.0,
+        patience: int = PATIENCE,
     ) -> None:
         self.limits = limits
         self.replica = replica
         self.retracted_count = 0
-        """Retractions so far."""
+        """Retractions so far, for want of pages or for a higher priority."""
+        self.preempted_count = 0
+        """Those for a higher priority."""
+        self.load = 0
+        """Unfinished requests, running and waiting. An attribute: placement reads it of every replica."""
         self.room_tokens = min(limits.context_tokens, limits.page_count * limits.page_size)
         """Longest sequence that fits, prompt and output together."""
         self._pool = PagePool(limits)
-        self._waiting = WaitingQueue(policy, matched_tokens=self._matched_tokens_of)
+        self._waiting = WaitingQueue(policy, pool=self._pool, patience=patience)
         self._neighbours = Neighbours(page_size=limits.page_size)
         self._reserve = OutputReserve(conservativeness=conservativeness)
         self._tickets: dict[RequestId, Ticket] = {}
         self._prefilling: dict[Slot, Seat] = {}
         self._decoding = DecodeSet(page_size=limits.page_size)
-        self._seats: dict[Slot, Seat] = {}
-        """Those in their slots: prefilling and decoding."""
-        self._leaving: list[Seat] = []
-        """Those out of their slots whose pages a step in flight still touches."""
-        self._to_release: list[Seat] = []
-        """Those whose slot the executor does not yet know to be released."""
-        self._free_slots = [Slot(slot) for slot in reversed(range(limits.max_running_requests))]
+        self._slots = SlotTable(limits.max_running_requests)
+        self._desk = AdmissionDesk(
+            limits=limits,
+            waiting=self._waiting,
+            neighbours=self._neighbours,
+            pool=self._pool,
+            slots=self._slots,
+            reserve=self._reserve,
+        )
         self._steps = StepsInFlight()
         self._next_seq = 1
         self._last_decode_seq = 0
@@ -116,7 +135,7 @@ class Batcher:
     @property
     def pages(self) -> PageCounts:
         """Pages by owner."""
-        return self._pool.counts(self._holders())
+        return self._pool.counts(self._slots.holders())
 
     @property
     def evictable_pages(self) -> int:
@@ -136,7 +155,20 @@ class Batcher:
         """Tokens of a request that are cached here. `key`: its `token_key`, where the caller has it."""
         if key is None:
             key = token_key(request.prompt) + token_key(request.output)
-        return self._pool.find(key, salt=request.salt).depth * self.limits.page_size
+        return self._pool.find(key, space=request.space).depth * self.limits.page_size
+
+    @property
+    def kv_events(self) -> KvEventLog | None:
+        """The changes of the prefix cache, where they are recorded."""
+        return self._pool.kv_events
+
+    def record_kv_events(self) -> KvEventLog:
+        """Record the changes of the prefix cache from now on, and tell what it holds. Idempotent."""
+        return self._pool.record_kv_events()
+
+    def kv_snapshot(self) -> KvSnapshot | None:
+        """All that is cached, as of the last KV event; None where they are not recorded."""
+        return self._pool.tree.kv_snapshot()
 
     # ------------------------------------------------------------ requests
 
@@ -160,8 +192,9 @@ class Batcher:
         if not self.fits(request):
             raise RequestTooLarge(tokens=request.length, room_tokens=self.room_tokens)
         budget = min(request.max_output_tokens, self.room_tokens - len(request.prompt))
-        ticket = Ticket(request, token_key(request.prompt), budget)
+        ticket = Ticket(request, token_key(request.prompt), budget, request.space)
         self._tickets[request.id] = ticket
+        self.load += 1
         self._wait(ticket)
 
     def cancel(self, request: Request) -> list[Event]:
@@ -170,7 +203,7 @@ class Batcher:
         if ticket is None:
             return []
         self._end(ticket)
-        self._settle()
+        self._settle(applied_seq=self._steps.applied_seq)
         return [Finished(request, FinishReason.CANCELLED)]
 
     def lose(self, *, blame: bool = True) -> list[Request]:
@@ -178,16 +211,19 @@ class Batcher:
 
         blame: a request that was in a slot has one death more. Nothing is left here afterwards.
         """
-        waiting = [ticket.request for ticket in self._waiting.in_order()]
+        waiting = [ticket.request for ticket in self._waiting]
         ran = [ticket.request for ticket in self._tickets.values() if ticket.state is not State.WAITING]
         for request in ran:
             request.deaths += blame
         for ticket in list(self._tickets.values()):
             self._end(ticket)
         self._steps.clear()
-        self._settle(all_of_them=True)
-        self._to_release.clear()
-        return sorted(ran, key=lambda request: request.id) + waiting
+        self._settle(applied_seq=None)
+        self._slots.take_releases()
+        self.flush_cache()
+        ran.sort(key=lambda request: request.id)
+        waiting.sort(key=lambda request: request.id)
+        return ran + waiting
 
     def flush_cache(self) -> int:
         """Drop all cached pages that no request uses; how many."""
@@ -205,13 +241,8 @@ class Batcher:
         Raises:
             IdentityViolated: says what does not add up.
         """
-        self._pool.check(self._holders())
-        out = {seat.slot for seat in (*self._holders(), *self._to_release)}
-        if sorted([*self._free_slots, *out]) != list(range(self.limits.max_running_requests)):
-            raise IdentityViolated(f"slots {sorted(self._free_slots)} are free, slots {sorted(out)} are out")
-
-    def _holders(self) -> list[Seat]:
-        return [*self._seats.values(), *self._leaving]
+        self._pool.check(self._slots.holders())
+        self._slots.check()
 
     # ------------------------------------------------------------ planning
 
@@ -220,6 +251,8 @@ class Batcher:
         draft = StepDraft(self._next_seq)
         for seat in self._decoding.take_spent():
             self._release(seat)
+        if self.limits.priority_preemption and self._may_admit and self._waiting:
+            self._preempt()
         if self.limits.enable_mixed_chunk:
             self._plan_decode(draft)
             self._plan_prefill(draft)
@@ -227,20 +260,12 @@ class Batcher:
             self._plan_prefill(draft)
             if not draft.prefill:
                 self._plan_decode(draft)
-        self._plan_releases(draft)
+        draft.released += self._slots.take_releases()
         plan = draft.plan()
         if plan is not None:
             self._next_seq += 1
             self._steps.add(draft.in_flight())
         return plan
-
-    def _plan_releases(self, draft: StepDraft) -> None:
-        for seat in self._to_release:
-            draft.released.append(seat.slot)
-            seat.release_planned = True
-            if seat.is_settled:
-                self._free_slots.append(seat.slot)
-        self._to_release.clear()
 
     # ---- decoding
 
@@ -259,114 +284,80 @@ class Batcher:
         needy = self._decoding.take_needy()
         if not needy:
             return []
-        grown: dict[Seat, list[PageId]] = {}
+        grown: dict[Seat, list[int]] = {}
         while needy:
             needy = self._give_pages(needy, grown)
-            if not needy or self._returning_pages() >= len(needy):
+            if not needy or self._desk.returning_pages() >= len(needy):
                 break
-            victim = self._least_progressed()
+            victim = least_progressed(self._slots.seats.values())
             if victim is None:
                 break
             self._retract(victim)
+            self._reserve.retracted()
+            # What was given up for the running ones is not to be taken by the next in the queue.
+            self._may_admit = False
             needy = [seat for seat in needy if seat is not victim]
         self._decoding.leave_starving(needy)
         return [
-            PageAppend(seat.slot, tuple(pages))
+            PageAppend(seat.slot, pages)
             for seat, pages in grown.items()
             if seat.ticket.state is State.DECODING
         ]
 
-    def _give_pages(self, needy: list[Seat], grown: dict[Seat, list[PageId]]) -> list[Seat]:
-        """A page to each as far as there are any; those that still want one."""
-        pages = self._pool.take(min(len(needy), self._pool.available)) or ()
-        hungry = []
-        for seat, page in zip(needy, pages, strict=False):
-            grown.setdefault(seat, []).append(PageId(page))
-            if self._decoding.give_page(seat, page):
+    def _give_pages(self, needy: list[Seat], grown: dict[Seat, list[int]]) -> list[Seat]:
+        """Pages to each as far as there are any; those that still want one."""
+        most = _GROWTH_TOKENS // self.limits.page_size
+        if most * len(needy) * _PLENTY > self._pool.available:
+            most = 1
+        wanted = [self._decoding.pages_ahead(seat, most) for seat in needy]
+        pages = self._pool.take(min(sum(wanted), self._pool.available)) or array("i")
+        hungry, start = [], 0
+        for served, (seat, count) in enumerate(zip(needy, wanted, strict=True)):
+            given = pages[start : start + count]
+            if not given:
+                hungry += needy[served:]
+                break
+            start += count
+            grown.setdefault(seat, []).extend(given)
+            if self._decoding.give_pages(seat, given):
                 hungry.append(seat)
-        left = needy[len(pages) :] + hungry
-        return self._give_pages(left, grown) if left and self._pool.available else left
-
-    def _returning_pages(self) -> int:
-        """Pages that come back when the steps in flight were applied."""
-        return sum(self._pool.returning(seat) for seat in self._leaving)
-
-    def _least_progressed(self) -> Seat | None:
-        """The seat to retract: lowest priority, shortest output, longest input; None for the last one."""
-        if len(self._seats) <= 1:
-            return None
-        return min(
-            self._seats.values(),
-            key=lambda seat: (seat.request.priority, len(seat.request.output), -len(seat.request.prompt)),
-        )
+        return self._give_pages(hungry, grown) if hungry and self._pool.available else hungry
 
     def _retract(self, seat: Seat) -> None:
         self.retracted_count += 1
-        self._reserve.retracted()
         self._release(seat)
-        self._settle()
-        # What was given up for the running ones is not to be taken by the next in the queue.
-        self._may_admit = False
+        self._settle(applied_seq=self._steps.applied_seq)
+
+    def _preempt(self) -> None:
+        """Retract running requests of lower priority if that is what the next in the queue needs."""
+        for seat in self._desk.victims(self._next_seq):
+            self.preempted_count += 1
+            self._retract(seat)
 
     # ---- prefilling
 
     def _plan_prefill(self, draft: StepDraft) -> None:
-        self._plan_releases(draft)  # Slots released by this plan can be given away by it.
+        draft.released += self._slots.take_releases()  # Slots released by this plan can be given away by it.
         left = self.limits.chunk_tokens
         for seat in list(self._prefilling.values()):
             if not left:
                 return
             left -= self._plan_chunk(seat, left, draft)
-        if left and self._may_admit and self._waiting and self._free_slots:
+        if left and self._may_admit and self._waiting and self._slots.free_count:
             self._admit_waiting(left, draft)
 
     def _admit_waiting(self, left: int, draft: StepDraft) -> None:
         """Admit in the policy's order; one that finds no room keeps those behind it waiting too."""
-        for ticket in self._waiting.in_order():
-            if not left or not self._free_slots:
-                return
-            if self._neighbours.are_worth_waiting_for(ticket.key(), self._pool.match(ticket)):
-                continue
-            seat = self._seat(ticket)
+        for ticket, match in self._desk.candidates(self._next_seq):
+            seat = self._desk.admit(ticket, match)
             if seat is None:
                 break
+            self._prefilling[seat.slot] = seat
             draft.admitted.append(self._admission(seat))
             left -= self._plan_chunk(seat, left, draft)
+            if not left or not self._slots.free_count:
+                return
         self._may_admit = False
-
-    def _seat(self, ticket: Ticket) -> Seat | None:
-        """Give a request a slot and pages for all its known tokens; None, and nothing done, without room."""
-        node, cached_pages = self._pool.pin(ticket)
-        cached = node.end if node is not None else 0
-        tokens = min(ticket.request.length + ROOM_TOKENS, ticket.final_tokens)
-        needed = self._pool.pages_for(tokens) - cached
-        pages = self._pool.take(needed) if self._has_room(ticket, needed) else None
-        if pages is None:
-            if node is not None:
-                self._pool.tree.unlock(node)
-            return None
-        self._waiting.remove(ticket)
-        ticket.move(Move.ADMIT)
-        seat = ticket.seat = Seat.of(
-            ticket,
-            slot=self._free_slots.pop(),
-            page_ids=[*cached_pages, *pages],
-            node=node,
-            shared=cached,
-            cached_tokens=cached * self.limits.page_size,
-            reserve_due=self._reserve.enter(ticket.tokens_left),
-        )
-        self._seats[seat.slot] = self._prefilling[seat.slot] = seat
-        if self.limits.enable_radix_cache:
-            self._neighbours.file(seat)
-        return seat
-
-    def _has_room(self, ticket: Ticket, needed: int) -> bool:
-        """Whether `needed` pages leave enough for what runs to grow."""
-        if not self._seats:
-            return True
-        future = self._reserve.wanted_tokens(ticket.tokens_left)
-        return needed + self._pool.pages_for(future) <= self._pool.available
 
     def _admission(self, seat: Seat) -> Admission:
         self._events.append(Placed(seat.request, self.replica, seat.planned))
@@ -375,7 +366,7 @@ class Batcher:
             request=seat.request,
             output_count=seat.output_count,
             cached_tokens=seat.planned,
-            page_ids=tuple(map(PageId, seat.page_ids)),
+            page_ids=seat.page_ids[:],
         )
 
     def _plan_chunk(self, seat: Seat, most: int, draft: StepDraft) -> int:
@@ -411,7 +402,7 @@ class Batcher:
         for chunk in step.chunks:
             self._confirm_chunk(chunk)
         self._take_tokens(seats, result, events)
-        self._settle()
+        self._settle(applied_seq=self._steps.applied_seq)
         return events
 
     def _take_tokens(self, seats: Sequence[Seat], result: StepResult, events: list[Event]) -> None:
@@ -420,25 +411,24 @@ class Batcher:
         for seat, token, logprob in zip(seats, result.token_ids, logprobs, strict=False):
             if seat.is_dropped:
                 continue
-            request = seat.request
-            output = request.output
+            output = seat.output
+            events.append(TokensMade(seat.request, len(output), (token,), logprob))
             output.append(token)
-            events.append(TokensMade(request, len(output) - 1, (token,), logprob))
-            if token in request.stop_token_ids:
+            if token in seat.stop_token_ids:
                 self._end(seat.ticket)
-                events.append(Finished(request, FinishReason.STOP))
-            elif len(output) >= seat.ticket.budget:
+                events.append(Finished(seat.request, FinishReason.STOP))
+            elif len(output) >= seat.budget:
                 self._end(seat.ticket)
-                events.append(Finished(request, FinishReason.LENGTH))
+                events.append(Finished(seat.request, FinishReason.LENGTH))
 
     def _confirm_chunk(self, chunk: PlannedChunk) -> None:
         seat = chunk.seat
         if seat.has_failed:
             return
         seat.confirmed = chunk.end
-        if self._seats.get(seat.slot) is seat:
-            self._pool.confirm(seat, chunk.end)
-            if self.limits.enable_radix_cache and chunk.end < seat.known:
+        if self._slots.seats.get(seat.slot) is seat:
+            is_first = self._pool.confirm(seat, chunk.end)
+            if self.limits.enable_radix_cache and is_first and chunk.end < seat.known:
                 self._neighbours.file(seat)
             else:
                 self._neighbours.forget(seat)
@@ -461,12 +451,13 @@ class Batcher:
     # ------------------------------------------------------------ leaving
 
     def _wait(self, ticket: Ticket) -> None:
-        self._waiting.add(ticket)
+        self._waiting.add(ticket, now=self._next_seq)
         self._may_admit = True
 
     def _end(self, ticket: Ticket) -> None:
         """A request has its last event: out of the queue or its slot; tokens that still come are dropped."""
         del self._tickets[ticket.request.id]
+        self.load -= 1
         if ticket.state is State.WAITING:
             self._waiting.remove(ticket)
             self._may_admit = True  # It may have been the one that found no room.
@@ -484,32 +475,22 @@ class Batcher:
     def _leave_slot(self, seat: Seat) -> None:
         if seat.ticket.state is State.DECODING:
             seat.last_step = max(seat.last_step, self._last_decode_seq)
-        del self._seats[seat.slot]
+        self._slots.leave(seat)
         self._prefilling.pop(seat.slot, None)
         self._decoding.discard(seat)
         self._reserve.leave(seat.reserve_due)
         self._neighbours.forget(seat)
-        self._to_release.append(seat)
-        self._leaving.append(seat)
 
-    def _settle(self, *, all_of_them: bool = False) -> None:
-        """Take back the pages of those that no step in flight touches any more."""
-        if not self._leaving:
+    def _settle(self, *, applied_seq: int | None) -> None:
+        """Take back the pages of those that no step after `applied_seq` touches; None: no step will come."""
+        if not self._slots.leaving:
             return
-        touched: list[Seat] = []
-        for seat in self._leaving:
-            if seat.last_step > self._steps.applied_seq and not all_of_them:
-                touched.append(seat)
-            else:
-                self._settle_one(seat)
-        self._leaving = touched
+        for seat in self._slots.settle(applied_seq=applied_seq):
+            self._settle_one(seat)
         self._may_admit = True
 
     def _settle_one(self, seat: Seat) -> None:
         self._pool.give_back(seat)
-        seat.is_settled = True
-        if seat.release_planned:
-            self._free_slots.append(seat.slot)
         ticket = seat.ticket
         if ticket.state is State.LEAVING:
             ticket.seat = None
@@ -518,6 +499,3 @@ class Batcher:
             self._wait(ticket)
         else:
             ticket.move(Move.SETTLE)
-
-    def _matched_tokens_of(self, ticket: Ticket) -> int:
-        return self._pool.match(ticket).depth * self.limits.page_size

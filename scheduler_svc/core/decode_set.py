@@ -6,6 +6,7 @@ each is: `origin + tick`. What a seat needs next is filed under the tick at whic
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -80,9 +81,14 @@ class DecodeSet:
         self._starving = []
         return [seat for seat in due if self._is_here(seat) and self._wants_page(seat)]
 
-    def give_page(self, seat: Seat, page: int) -> bool:
-        """Append a page to a seat; whether it wants yet another one now."""
-        seat.page_ids.append(page)
+    def pages_ahead(self, seat: Seat, most: int) -> int:
+        """Pages that a seat which wants one may still fill, at least 1 and at most `most`."""
+        lacking = seat.ticket.final_tokens - self._room(seat)
+        return max(1, min(most, -(-lacking // self._page_size)))
+
+    def give_pages(self, seat: Seat, pages: array[int]) -> bool:
+        """Append pages to a seat; whether it wants yet another one now."""
+        seat.page_ids += pages
         if self._wants_page(seat):
             return True
         self._file_page(seat)

@@ -35,6 +35,31 @@ class UnknownPolicy(SchedulerError, ValueError):
         super().__init__(f"schedule policy {name!r} is unknown; known are: {', '.join(self.known)}")
 
 
+class UnknownEvictionPolicy(SchedulerError, ValueError):
+    """No eviction policy of that name."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(sorted(known))
+        super().__init__(f"eviction policy {name!r} is unknown; known are: {', '.join(self.known)}")
+
+
+class FellBehind(SchedulerError):
+    """A reader of KV events asks for events that are no longer kept, or that never were: take a snapshot.
+
+    first_seq: the oldest event kept; last_seq: the newest one there was.
+    """
+
+    def __init__(self, *, after_seq: int, first_seq: int, last_seq: int) -> None:
+        self.after_seq = after_seq
+        self.first_seq = first_seq
+        self.last_seq = last_seq
+        super().__init__(
+            f"KV events after {after_seq} are wanted, but {first_seq} to {last_seq} are kept; "
+            "take a snapshot and go on from its number"
+        )
+
+
 class QueueFull(SchedulerError):
     """As many requests wait as may wait."""
 

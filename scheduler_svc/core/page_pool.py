@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 
 from scheduler_svc.core.errors import IdentityViolated
-from scheduler_svc.core.page_ledger import PageLedger
-from scheduler_svc.core.radix_tree import Node, PrefixMatch, RadixTree
+from scheduler_svc.core.eviction import make_eviction_policy
+from scheduler_svc.core.kv_events import KvEventLog
+from scheduler_svc.core.page_ledger import PageArray, PageLedger
+from scheduler_svc.core.radix_node import Node
+from scheduler_svc.core.radix_tree import PrefixMatch, RadixTree
 from scheduler_svc.core.seat import Seat, Ticket
 from scheduler_svc.core.structures import PageCounts, ReplicaLimits
-from scheduler_svc.core.token_key import TOKEN_BYTES
+from scheduler_svc.core.token_key import TOKEN_BYTES, Namespace
 
 
 class PagePool:
     """Moves pages between ledger, tree and seats; each page is always in exactly one of them."""
 
     def __init__(self, limits: ReplicaLimits) -> None:
-        self._page_size = limits.page_size
+        self.page_size = limits.page_size
         self._page_bytes = limits.page_size * TOKEN_BYTES
         self._keeps_prefixes = limits.enable_radix_cache
         self._min_cached_tokens = limits.min_cached_tokens
         self.ledger = PageLedger(limits.page_count)
-        self.tree = RadixTree(page_size=limits.page_size)
+        eviction = make_eviction_policy(limits.eviction_policy)
+        self.tree: RadixTree[Ticket] = RadixTree(page_size=limits.page_size, eviction=eviction)
+        self.kv_events: KvEventLog | None = None
+        """Changes of the tree, where they are recorded."""
+        if limits.enable_kv_events:
+            self.record_kv_events()
         self.evicted_count = 0
         """Cached pages given up for seats, since the start."""
 
@@ -34,9 +43,16 @@ class PagePool:
         """Pages that `take` can give: free, or cached and not pinned."""
         return self.ledger.free_count + self.tree.evictable_count
 
+    def record_kv_events(self) -> KvEventLog:
+        """The log of the tree's changes; one that begins now tells first what is cached already."""
+        if self.kv_events is None:
+            self.kv_events = KvEventLog(page_size=self.page_size)
+            self.tree.record_events(self.kv_events)
+        return self.kv_events
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
-        return -(-tokens // self._page_size)
+        return -(-tokens // self.page_size)
 
     # ------------------------------------------------------------ finding prefixes
 
@@ -44,26 +60,24 @@ class PagePool:
         """The cached prefix of a waiting request. At least its last token is always computed."""
         match = ticket.match
         if match is None or not self.tree.still_holds(match, ticket.key()):
-            match = ticket.match = self.find(ticket.key(), salt=ticket.request.salt)
+            match = ticket.match = self.find(ticket.key(), space=ticket.space)
         return match
 
-    def find(self, key: bytes, *, salt: str) -> PrefixMatch:
+    def find(self, key: bytes, *, space: Namespace) -> PrefixMatch:
         """The cached prefix that a request with these tokens could use; does not count as a use."""
         if not self._keeps_prefixes:
-            return PrefixMatch(salt, None, 0)
-        limit = (len(key) // TOKEN_BYTES - 1) // self._page_size
-        return self.tree.match(key, salt=salt, limit=limit, touch=False)
+            return PrefixMatch(space, None, 0)
+        limit = (len(key) // TOKEN_BYTES - 1) // self.page_size
+        return self.tree.match(key, space=space, limit=limit)
 
-    def pin(self, ticket: Ticket) -> tuple[Node | None, list[int]]:
+    def pin(self, ticket: Ticket, match: PrefixMatch) -> tuple[Node | None, array[int]]:
         """Lock the cached prefix of a request that is to be admitted: the lock's node, and its pages."""
-        key = ticket.key()
-        limit = self.match(ticket).depth
-        node = self.tree.lock(self.tree.match(key, salt=ticket.request.salt, limit=limit)) if limit else None
-        return node, self.tree.pages_to(node).tolist() if node is not None else []
+        node = self.tree.lock(match, priority=ticket.request.priority)
+        return node, _page_ids(self.tree.pages_to(node)) if node is not None else array("i")
 
     # ------------------------------------------------------------ moving pages
 
-    def take(self, count: int) -> list[int] | None:
+    def take(self, count: int) -> array[int] | None:
         """`count` pages for a seat, cached ones evicted where needed; None, and none evicted, if too few."""
         if count > self.available:
             return None
@@ -73,28 +87,41 @@ class PagePool:
             self.ledger.free(self.tree.evict(missing))
         pages = self.ledger.allocate(count)
         assert pages is not None
-        taken: list[int] = pages.tolist()
-        return taken
+        return _page_ids(pages)
 
-    def confirm(self, seat: Seat, tokens: int) -> None:
-        """The first `tokens` of a seat's known tokens are in its pages: share the full ones with others."""
+    def confirm(self, seat: Seat, tokens: int) -> bool:
+        """The first `tokens` of a seat's known tokens are in its pages: share the full ones with others.
+
+        Returns False where another's copy of them was in the tree first: then what it computes stays its own.
+        """
         full = self._cacheable(seat, tokens)
-        key = seat.key[: full * self._page_bytes]
-        if not full or self.tree.match(key, salt=seat.request.salt).depth > seat.shared:
-            return
-        _, node = self.tree.insert(key, seat.page_ids[:full], salt=seat.request.salt)
-        self.tree.lock_node(node)
+        if not full:
+            return True
+        request, key = seat.request, seat.key[: full * self._page_bytes]
+        if self.tree.follows(seat.node, key, space=seat.ticket.space):
+            return False
+        _, node = self.tree.insert(
+            key,
+            seat.page_ids[:full],
+            space=seat.ticket.space,
+            priority=request.priority,
+            below=seat.node,
+            lock=True,
+        )
         if seat.node is not None:
             self.tree.unlock(seat.node)
         seat.node, seat.shared = node, full
+        return True
 
     def give_back(self, seat: Seat) -> None:
         """Take all pages of a seat that no step touches any more: full confirmed ones are cached."""
         surplus = seat.owned_pages
         full = self._cacheable(seat, seat.written_tokens())
         if full:
-            key = seat.ticket.key()[: full * self._page_bytes]
-            known, _ = self.tree.insert(key, seat.page_ids[:full], salt=seat.request.salt)
+            request, key = seat.request, seat.ticket.key()[: full * self._page_bytes]
+            known, _ = self.tree.insert(
+                key, seat.page_ids[:full], space=seat.ticket.space, priority=request.priority, below=seat.node
+            )
             surplus = seat.page_ids[seat.shared : known] + seat.page_ids[full:]
         self.ledger.free(surplus)
         if seat.node is not None:
@@ -107,8 +134,8 @@ class PagePool:
 
     def _cacheable(self, seat: Seat, tokens: int) -> int:
         """Full pages of a seat that may go to the tree; 0 where there are none beside those it has."""
-        full = tokens // self._page_size
-        is_kept = self._keeps_prefixes and full * self._page_size >= self._min_cached_tokens
+        full = tokens // self.page_size
+        is_kept = self._keeps_prefixes and full * self.page_size >= self._min_cached_tokens
         return full if is_kept and full > seat.shared else 0
 
     def flush(self) -> int:
@@ -147,3 +174,8 @@ class PagePool:
         wrong = {page: owners[page] for page in range(counts.total) if owners[page] != 1}
         if wrong:
             raise IdentityViolated(f"pages without an owner (0), or with several: {wrong}")
+
+
+def _page_ids(pages: PageArray) -> array[int]:
+    """As seats keep them: they grow one by one, and go to the tree without a conversion of each."""
+    return array("i", pages.tobytes())

@@ -1,81 +1,59 @@
-"""The prefix cache of one replica: a radix tree over pages of tokens, with reference counts and LRU eviction.
+"""The prefix cache of one replica: a radix tree over pages of tokens, with reference counts and eviction.
 
 A node holds a run of whole pages. Its edge is the run's tokens as bytes (`token_key`); children are found by
-their first page. Depths count pages from the root. Every salt has its own root, so tenants never share.
+their first page. Depths count pages from the root. Every namespace (salt and adapter) has its own root, so
+tenants never share.
 
     depth        0 ............ start ............... end
     node                        [start, end)             its own run
     ancestors    [0, start)                              their runs, root first
 
-A lock on a node pins [0, end): the node and all above it. Unlocked leaves can be evicted, from their tails.
-Leaves wait for eviction in a heap that is allowed to be stale: a node has at most one entry, and one that was
-used since, locked, or given children is put right when it comes to the top. So a small eviction looks at a
-few entries, never at all leaves.
+A lock on a node pins [0, end): the node and all above it. Unlocked leaves can be evicted, from their tails,
+in the order of the eviction policy (eviction.py). Looking is no use: a prefix is used when a match is locked.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
-import numpy.typing as npt
 
 from scheduler_svc.core.errors import IdentityViolated
+from scheduler_svc.core.eviction import EvictionPolicy, LeafQueue, LeastRecentlyUsed
+from scheduler_svc.core.kv_events import KvEventLog, KvSnapshot
+from scheduler_svc.core.match_watch import MatchWatch, W
 from scheduler_svc.core.page_ledger import PageArray
-from scheduler_svc.core.token_key import TOKEN_BYTES, common_bytes
+from scheduler_svc.core.radix_node import Node
+from scheduler_svc.core.token_key import TOKEN_BYTES, Namespace, common_bytes
 
 _NO_PAGES: PageArray = np.empty(0, dtype=np.int32)
+OPEN = Namespace()
+"""The namespace of requests without salt and adapter."""
 
 
-class Node:
-    """A run of pages. `key` and `pages` are those of [start, end)."""
-
-    __slots__ = (
-        "attached", "children", "in_heap", "key", "last_used", "lock_count", "pages", "parent", "salt",
-        "start",
-    )  # fmt: skip
-
-    def __init__(self, *, parent: Node | None, salt: str, start: int, key: bytes, pages: PageArray) -> None:
-        self.parent = parent
-        self.salt = salt
-        self.start = start
-        self.key = key
-        self.pages = pages
-        self.children: dict[bytes, Node] = {}
-        self.lock_count = 0
-        self.last_used = 0
-        self.in_heap = False
-        self.attached = True
-
-    def __repr__(self) -> str:
-        return f"<Node [{self.start}, {self.end}) locks={self.lock_count} children={len(self.children)}>"
-
-    @property
-    def end(self) -> int:
-        """Depth after its run, in pages."""
-        return self.start + len(self.pages)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefixMatch:
-    """The longest prefix found: `depth` pages, the last of them in `node` (None: nothing was found)."""
+    """What is cached of a key: `depth` pages, the last of them in `node` (None: nothing was found)."""
 
-    salt: str
+    space: Namespace
     node: Node | None
     depth: int
 
 
-class RadixTree:
+class RadixTree(Generic[W]):
     """All cached prefixes of one replica. Keys are `token_key`s; `page_size` is in tokens."""
 
-    def __init__(self, *, page_size: int) -> None:
+    def __init__(self, *, page_size: int, eviction: EvictionPolicy | None = None) -> None:
+        self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
-        self._roots: dict[str, Node] = {}
-        self._heap: list[tuple[int, int, Node]] = []
+        self._roots: dict[Namespace, Node] = {}
+        self._leaves = LeafQueue(eviction or LeastRecentlyUsed())
         self._clock = 0
-        self._pushes = 0
+        self._log: KvEventLog | None = None
+        self._watch: MatchWatch[W] = MatchWatch()
         self.page_count = 0
         """Pages in the tree."""
         self.evictable_count = 0
@@ -87,43 +65,41 @@ class RadixTree:
     # ------------------------------------------------------------ finding
 
     def match(
-        self, key: bytes, *, salt: str = "", limit: int | None = None, touch: bool = True
+        self, key: bytes, *, space: Namespace = OPEN, limit: int | None = None, below: Node | None = None
     ) -> PrefixMatch:
-        """The longest cached prefix of whole pages, at most `limit` pages.
+        """The longest cached prefix of whole pages, at most `limit` pages. Changes nothing.
 
-        touch: the prefix counts as used now (LRU). The tree's shape does not change.
+        below: a node that `key` is known to pass through to its end; the search begins there.
         """
-        pages = len(key) // self._page_bytes
-        pages = pages if limit is None else min(pages, limit)
-        end_bytes = pages * self._page_bytes
-        self._clock += touch
-        found, depth_bytes = None, 0
-        node = self._roots.get(salt)
+        page_bytes = self._page_bytes
+        pages = len(key) // page_bytes
+        end_bytes = (pages if limit is None else min(pages, limit)) * page_bytes
+        found, depth_bytes = below, below.end * page_bytes if below is not None else 0
+        node = below or self._roots.get(space)
         while node is not None and depth_bytes < end_bytes:
-            node = node.children.get(key[depth_bytes : depth_bytes + self._page_bytes])
+            node = node.children.get(key[depth_bytes : depth_bytes + page_bytes])
             if node is None:
                 break
             found = node
-            if touch:
-                node.last_used = self._clock
             agreed = self._agreement(node, key, depth_bytes, end_bytes)
             depth_bytes += agreed
-            if agreed < len(node.key):
+            if agreed < node.size:
                 break
-        return PrefixMatch(salt, found, depth_bytes // self._page_bytes)
+        return PrefixMatch(space, found, depth_bytes // page_bytes)
 
     def _agreement(self, node: Node, key: bytes, start: int, end: int) -> int:
         """Bytes, in whole pages, of the node's run that `key[start:end]` has too."""
-        if start + len(node.key) <= end and key.startswith(node.key, start):
-            return len(node.key)
-        agreed = min(common_bytes(key, node.key, a_start=start), end - start)
+        size = min(node.size, end - start)
+        if node.base.startswith(key[start : start + size], node.offset):
+            return size
+        agreed = common_bytes(key, node.base, a_start=start, b_start=node.offset, most=size)
         return agreed - agreed % self._page_bytes
 
     def still_holds(self, match: PrefixMatch, key: bytes) -> bool:
         """Whether matching `key` again would find the same; looks at the end of the match only."""
         node, depth = match.node, match.depth
         if node is None:
-            node = self._roots.get(match.salt)
+            node = self._roots.get(match.space)
             if node is None:
                 return True
         elif not node.attached or node.start >= depth or depth > node.end:
@@ -132,6 +108,14 @@ class RadixTree:
             return True
         next_page = key[depth * self._page_bytes : (depth + 1) * self._page_bytes]
         return next_page not in node.children
+
+    def follows(self, node: Node | None, key: bytes, *, space: Namespace = OPEN) -> bool:
+        """Whether more of `key` is cached than its beginning that ends with `node` (None: than nothing)."""
+        parent = node or self._roots.get(space)
+        if parent is None:
+            return False
+        start = parent.end * self._page_bytes
+        return key[start : start + self._page_bytes] in parent.children
 
     def pages_to(self, node: Node) -> PageArray:
         """Page ids of [0, end) of a node, in order of position, shape [end]."""
@@ -143,38 +127,90 @@ class RadixTree:
         runs.reverse()
         return np.concatenate(runs)
 
+    # ------------------------------------------------------------ being told when a match changes
+
+    def watch(self, watcher: W, match: PrefixMatch, key: bytes) -> None:
+        """Have `take_stale` name the watcher once a match of `key`, which holds now, may hold no longer."""
+        node, depth = match.node, match.depth
+        if node is not None and depth < node.end:
+            self._watch.add(watcher, node, depth)
+        else:
+            next_page = key[depth * self._page_bytes : (depth + 1) * self._page_bytes]
+            self._watch.add(watcher, node or match.space, next_page)
+
+    def unwatch(self, watcher: W) -> None:
+        """Name the watcher no more. Idempotent."""
+        self._watch.discard(watcher)
+
+    def take_stale(self) -> list[W]:
+        """Watchers whose match may no longer hold; they watch no more."""
+        return self._watch.take_stale()
+
     # ------------------------------------------------------------ adding
 
-    def insert(self, key: bytes, pages: npt.ArrayLike, *, salt: str = "") -> tuple[int, Node]:
+    def insert(
+        self,
+        key: bytes,
+        pages: Sequence[int] | array[int] | PageArray,
+        *,
+        space: Namespace = OPEN,
+        priority: int = 0,
+        below: Node | None = None,
+        lock: bool = False,
+    ) -> tuple[int, Node]:
         """Give the tree the pages of `key`, which is as long as `pages` and has at least one.
 
         Returns (known, node): pages[:known] were cached already under other ids or the same, and stay the
-        caller's where the ids differ; pages[known:] are the tree's now. `node` ends where the key ends.
+        caller's where the ids differ; pages[known:] are the tree's now, and so is an array that they came in:
+        nobody may change it. `node` ends where the key ends. priority: of the request that made them;
+        below: as in `match`; lock: whether `node` is to be locked.
         """
-        given = np.asarray(pages, dtype=np.int32)
-        if len(key) != given.size * self._page_bytes or not given.size:
-            raise ValueError(f"{len(key)} bytes of key for {given.size} pages of {self._page_bytes} bytes")
-        match = self.match(key, salt=salt)
-        node = self._cut(match)
-        if match.depth < given.size:
-            node = self._append(node or self._root(salt), key, given, match.depth)
+        count = len(pages)
+        if len(key) != count * self._page_bytes or not count:
+            raise ValueError(f"{len(key)} bytes of key for {count} pages of {self._page_bytes} bytes")
+        match = self.match(key, space=space, below=below)
+        depth, node = match.depth, self._cut(match)
+        self._clock += 1
+        above = node
+        while above is not None:
+            above.last_used = self._clock
+            above = above.parent
+        if depth < count:
+            node = self._append(node or self._root(space), key, np.asarray(pages, np.int32)[depth:], depth)
+            node.priority = priority
         assert node is not None
-        return match.depth, node
+        if lock:
+            self.lock_node(node)
+        self._leaves.offer(node)
+        return depth, node
 
-    def _root(self, salt: str) -> Node:
-        root = self._roots.get(salt)
+    def _root(self, space: Namespace) -> Node:
+        root = self._roots.get(space)
         if root is None:
-            root = self._roots[salt] = Node(parent=None, salt=salt, start=0, key=b"", pages=_NO_PAGES)
+            root = self._roots[space] = Node(
+                parent=None, space=space, start=0, base=b"", offset=0, size=0, pages=_NO_PAGES
+            )
         return root
 
     def _append(self, parent: Node, key: bytes, pages: PageArray, depth: int) -> Node:
-        rest = key[depth * self._page_bytes :]
-        node = Node(parent=parent, salt=parent.salt, start=depth, key=rest, pages=pages[depth:].copy())
-        node.last_used = self._clock
-        parent.children[rest[: self._page_bytes]] = node
-        self.page_count += len(node.pages)
-        self.evictable_count += len(node.pages)
-        self._offer(node)
+        offset = depth * self._page_bytes
+        node = Node(
+            parent=parent,
+            space=parent.space,
+            start=depth,
+            base=key,
+            offset=offset,
+            size=len(key) - offset,
+            pages=pages,
+        )
+        first_page = node.first_page(self._page_bytes)
+        node.last_used, node.hits = self._clock, 1
+        parent.children[first_page] = node
+        self.page_count += len(pages)
+        self.evictable_count += len(pages)
+        self._watch.appended(parent if parent.parent is not None else parent.space, first_page)
+        if self._log is not None:
+            self._log.stored(node, page_bytes=self._page_bytes)
         return node
 
     def _cut(self, match: PrefixMatch) -> Node | None:
@@ -182,33 +218,31 @@ class RadixTree:
         node = match.node
         if node is None or node.end == match.depth:
             return node
-        return self._split(node, match.depth)
-
-    def _split(self, node: Node, depth: int) -> Node:
-        """A new node takes over [start, depth); `node` keeps [depth, end), so locks on it stay right."""
-        parent = node.parent
-        assert parent is not None
-        count = depth - node.start
-        cut = count * self._page_bytes
-        upper = Node(
-            parent=parent, salt=node.salt, start=node.start, key=node.key[:cut], pages=node.pages[:count]
-        )
-        upper.lock_count = node.lock_count
-        upper.last_used = node.last_used
-        parent.children[node.key[: self._page_bytes]] = upper
-        node.parent, node.start = upper, depth
-        node.key, node.pages = node.key[cut:], node.pages[count:]
-        upper.children[node.key[: self._page_bytes]] = node
+        upper = node.cut_above(match.depth, page_bytes=self._page_bytes)
+        self._watch.split(node, match.depth)
         return upper
 
     # ------------------------------------------------------------ pinning
 
-    def lock(self, match: PrefixMatch) -> Node | None:
-        """Pin the pages of a match that still holds; the node to unlock, or None for an empty match."""
+    def lock(self, match: PrefixMatch, *, priority: int = 0) -> Node | None:
+        """A request of this priority uses a match that still holds: pin its pages, and count it.
+
+        Returns the node to unlock, or None for an empty match.
+        """
         node = self._cut(match)
         if node is not None:
             self.lock_node(node)
+            self._count_use(node, priority)
         return node
+
+    def _count_use(self, node: Node, priority: int) -> None:
+        self._clock += 1
+        above: Node | None = node
+        while above is not None:
+            above.last_used = self._clock
+            above.hits += 1
+            above.priority = max(above.priority, priority)
+            above = above.parent
 
     def lock_node(self, node: Node) -> None:
         """Pin [0, end) of a node."""
@@ -226,7 +260,7 @@ class RadixTree:
             above.lock_count -= 1
             if above.lock_count == 0:
                 self.evictable_count += len(above.pages)
-                self._offer(above)
+                self._leaves.offer(above)
             above = above.parent
 
     def pinned_only_by(self, node: Node) -> int:
@@ -238,70 +272,79 @@ class RadixTree:
             above = above.parent
         return pages
 
+    def unpinned_pages(self, match: PrefixMatch) -> int:
+        """Pages of a match that no lock pins: so many fewer could be evicted once it is locked."""
+        pinned: Node | None = match.node
+        while pinned is not None and not pinned.lock_count:
+            pinned = pinned.parent
+        return match.depth - (min(pinned.end, match.depth) if pinned is not None else 0)
+
     # ------------------------------------------------------------ eviction
 
     def evict(self, count: int) -> PageArray:
-        """Take out `count` pages, or as many as no lock pins: least recently used leaves, tails first."""
+        """Take out `count` pages, or as many as no lock pins: leaves in the policy's order, tails first."""
         taken: list[PageArray] = []
         missing = min(count, self.evictable_count)
         while missing > 0:
-            leaf = self._oldest_leaf()
+            leaf = self._leaves.first()
             run = min(missing, len(leaf.pages))
             taken.append(leaf.pages[len(leaf.pages) - run :])
             self._shorten(leaf, run)
             missing -= run
+        if len(taken) == 1:
+            return taken[0]
         return np.concatenate(taken) if taken else _NO_PAGES
 
     def clear(self) -> PageArray:
         """Take out all that no lock pins."""
-        return self.evict(self.evictable_count)
-
-    def _offer(self, node: Node) -> None:
-        """Put a node on the heap if it can be evicted and is not there yet."""
-        if not node.in_heap and not node.lock_count and not node.children and node.parent is not None:
-            node.in_heap = True
-            self._push(node)
-
-    def _push(self, node: Node) -> None:
-        self._pushes += 1  # Breaks ties, so that nodes themselves are never compared.
-        heapq.heappush(self._heap, (node.last_used, self._pushes, node))
-
-    def _oldest_leaf(self) -> Node:
-        """The evictable leaf used longest ago; it stays on top of the heap. There must be one."""
-        while True:
-            used, _, node = self._heap[0]
-            if not node.attached or node.lock_count or node.children:
-                heapq.heappop(self._heap)
-                node.in_heap = False
-            elif used != node.last_used:
-                self._pushes += 1
-                heapq.heapreplace(self._heap, (node.last_used, self._pushes, node))
-            else:
-                return node
+        log, is_all = self._log, self.evictable_count == self.page_count
+        if is_all:
+            self._log = None  # One event instead of one for each node.
+        taken = self.evict(self.evictable_count)
+        self._log = log
+        if is_all and log is not None and taken.size:
+            log.cleared()
+        return taken
 
     def _shorten(self, leaf: Node, count: int) -> None:
         """Take the last `count` pages off a leaf; without pages it leaves the tree."""
         self.page_count -= count
         self.evictable_count -= count
-        left = len(leaf.pages) - count
-        if left:
-            leaf.pages = leaf.pages[:left]
-            leaf.key = leaf.key[: left * self._page_bytes]
-            return
+        if self._log is not None:
+            self._log.removed(leaf, count)
+        if count < len(leaf.pages):
+            leaf.drop_tail(count, page_bytes=self._page_bytes)
+        else:
+            self._take_out(leaf)
+        self._watch.shortened(leaf)
+
+    def _take_out(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None
-        del parent.children[leaf.key[: self._page_bytes]]
+        del parent.children[leaf.first_page(self._page_bytes)]
         leaf.attached = False
         if parent.parent is not None:
-            self._offer(parent)
+            self._leaves.offer(parent)
         elif not parent.children:
             parent.attached = False
-            del self._roots[parent.salt]
+            del self._roots[parent.space]
+
+    # ------------------------------------------------------------ events
+
+    def record_events(self, log: KvEventLog) -> None:
+        """Tell a log of every change from now on; what is here already is told as stored at once."""
+        for node in self.nodes():
+            log.stored(node, page_bytes=self._page_bytes)
+        self._log = log
+
+    def kv_snapshot(self) -> KvSnapshot | None:
+        """All that is cached, numbered by the log's last event; None where no log was given."""
+        return self._log.snapshot(self.nodes()) if self._log is not None else None
 
     # ------------------------------------------------------------ checking
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots."""
+        """Every node but the roots, parents before their children."""
         todo = list(self._roots.values())
         while todo:
             node = todo.pop()
@@ -337,9 +380,9 @@ class RadixTree:
         assert parent is not None
         if node.lock_count != lock_count:
             raise IdentityViolated(f"{node!r} should have {lock_count} locks")
-        if parent.children.get(node.key[: self._page_bytes]) is not node or parent.end != node.start:
+        if parent.children.get(node.first_page(self._page_bytes)) is not node or parent.end != node.start:
             raise IdentityViolated(f"{node!r} is not where its parent {parent!r} looks for it")
-        if not len(node.pages) or len(node.key) != len(node.pages) * self._page_bytes:
-            raise IdentityViolated(f"{node!r} has {len(node.key)} bytes of key")
+        if not len(node.pages) or not len(node.key) == node.size == len(node.pages) * self._page_bytes:
+            raise IdentityViolated(f"{node!r} has {len(node.key)} bytes of key, and {node.size} by its count")
         if not node.lock_count and not node.children and not node.in_heap:
             raise IdentityViolated(f"{node!r} could be evicted, but does not wait for it")

@@ -22,6 +22,8 @@ from scheduler_svc.core.errors import SchedulerError
 class State(enum.Enum):
     """Where a request is."""
 
+    __hash__ = object.__hash__  # Enum's own is no built-in: it costs more than the look-up in the table.
+
     WAITING = "waiting"
     """In the queue: no slot, no pages."""
     PREFILLING = "prefilling"
@@ -38,6 +40,8 @@ class State(enum.Enum):
 
 class Move(enum.Enum):
     """What happens to a request."""
+
+    __hash__ = object.__hash__  # Enum's own is no built-in: it costs more than the look-up in the table.
 
     ADMIT = "admit"
     """It enters a slot."""

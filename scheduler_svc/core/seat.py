@@ -18,12 +18,14 @@ And the tokens, where `known` is prompt and output at admission:
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
-from scheduler_svc.core.radix_tree import Node, PrefixMatch
-from scheduler_svc.core.request_state import Move, State, follow
+from scheduler_svc.core.radix_node import Node
+from scheduler_svc.core.radix_tree import PrefixMatch
+from scheduler_svc.core.request_state import TRANSITIONS, Move, State, follow
 from scheduler_svc.core.structures import Request, Slot
-from scheduler_svc.core.token_key import token_key
+from scheduler_svc.core.token_key import Namespace, token_key
 
 
 @dataclass(slots=True, eq=False)
@@ -34,12 +36,24 @@ class Ticket:
     prompt_key: bytes
     budget: int
     """Output tokens at which it ends at the latest: its own limit, or where the replica's room ends."""
+    space: Namespace
+    """The request's, made once."""
     state: State = State.WAITING
     was_retracted: bool = False
+    turn: int = 0
+    """While it waits: how many came into the queue before it."""
+    waits_since: int = 0
+    """While it waits: the step before which it came into the queue."""
     rank: float = 0.0
     """Its policy's, while it waits."""
     match: PrefixMatch | None = None
     """The last look-up of its prefix; `RadixTree.still_holds` says whether it is good."""
+    cached_tokens: int = 0
+    """Of that look-up, for policies that depend on the cache."""
+    is_set_aside: bool = False
+    """It waits for a neighbour to compute its prefix."""
+    was_overdue: bool = False
+    """It was admitted since it had waited for too long: it does not give way to others' priorities again."""
     seat: Seat | None = None
 
     def __repr__(self) -> str:
@@ -57,7 +71,7 @@ class Ticket:
 
     def move(self, move: Move) -> None:
         """Change the state as the table says."""
-        self.state = follow(self.state, move)
+        self.state = TRANSITIONS[self.state].get(move) or follow(self.state, move)
 
     def key(self) -> bytes:
         """The key of prompt and output so far."""
@@ -75,9 +89,16 @@ class Seat:
     key: bytes
     """Of the `known` tokens."""
     known: int
+    output: list[int]
+    """The request's."""
     output_count: int
     """Output tokens at admission."""
-    page_ids: list[int]
+    budget: int
+    """The ticket's."""
+    stop_token_ids: frozenset[int]
+    """The request's."""
+    page_ids: array[int]
+    """32-bit ids in order of position."""
     node: Node | None
     """Where the lock sits; None: nothing is shared."""
     shared: int
@@ -88,7 +109,7 @@ class Seat:
     """While it decodes: its length before the decode step of tick t is `origin + t` (decode_set.py)."""
     reserve_due: int = 0
     """Its tick in the OutputReserve."""
-    computing: tuple[Node | str, bytes] | None = None
+    computing: tuple[Node | Namespace, bytes] | None = None
     """Under which key others find that it computes a prefix of theirs."""
     last_step: int = 0
     """The last step that touches its pages."""
@@ -109,7 +130,7 @@ class Seat:
         ticket: Ticket,
         *,
         slot: Slot,
-        page_ids: list[int],
+        page_ids: array[int],
         node: Node | None,
         shared: int,
         cached_tokens: int,
@@ -123,7 +144,10 @@ class Seat:
             slot=slot,
             key=ticket.key(),
             known=request.length,
+            output=request.output,
             output_count=len(request.output),
+            budget=ticket.budget,
+            stop_token_ids=request.stop_token_ids,
             page_ids=page_ids,
             node=node,
             shared=shared,
@@ -133,7 +157,7 @@ class Seat:
         )
 
     @property
-    def owned_pages(self) -> list[int]:
+    def owned_pages(self) -> array[int]:
         """Pages that are the seat's, not the tree's."""
         return self.page_ids[self.shared :]
 

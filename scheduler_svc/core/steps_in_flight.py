@@ -12,7 +12,7 @@ from scheduler_svc.core.seat import Seat
 from scheduler_svc.core.structures import Admission, PageAppend, PrefillChunk, Slot, StepPlan, StepResult
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlannedChunk:
     """A seat's known tokens up to `end` are computed in a step."""
 

@@ -1,4 +1,8 @@
-"""The core's plain data: requests, limits, step plans and results, and the events that leave the core."""
+"""The core's plain data: requests, limits, step plans and results, and the events that leave the core.
+
+Nothing here is changed once it is made, but a Request. What is made for every token or admission is not
+frozen all the same: that would double what it costs to make.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NewType
+
+from scheduler_svc.core.token_key import Namespace
 
 RequestId = NewType("RequestId", int)
 """Number of a request in one scheduler, never used twice."""
@@ -45,6 +51,20 @@ class Request:
     deaths: int = 0
     """Replicas that were lost while this request ran on them."""
     payload: Any = None
+    adapter: str = ""
+    """Name of the adapter (LoRA) that it runs with; "" for none. Adapters do not share prefixes."""
+
+    group: str = ""
+    """The group that took it. A request goes on there while it can, so that weights count it once."""
+    is_pinned: bool = False
+    """Runs in `group` or not at all, whatever the weights are: a copy of a request, or a trial."""
+    pinned_replica: ReplicaId | None = None
+    """Runs on this replica or not at all, also while the replica is on trial."""
+
+    @property
+    def space(self) -> Namespace:
+        """Where its prefix may be looked for."""
+        return Namespace(self.salt, self.adapter)
 
     @property
     def length(self) -> int:
@@ -68,9 +88,17 @@ class ReplicaLimits:
     enable_mixed_chunk: bool = True
     min_cached_tokens: int = 0
     """Prefixes shorter than this are not kept (`radix-attention-min-len`)."""
+    eviction_policy: str = "lru"
+    """Which cached prefix goes first: lru, lfu, slru or priority (`radix-eviction-policy`)."""
+    priority_preemption: bool = False
+    """Whether a waiting request may retract running ones of lower priority when it finds no room."""
+    preemption_threshold: int = 1
+    """By how much the priority must be higher for that; at least 1."""
+    enable_kv_events: bool = False
+    """Whether changes of the prefix cache are recorded for readers (kv_events.py)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Admission:
     """A request enters a slot. Mirrors AdmittedRequest of the step protocol."""
 
@@ -78,18 +106,18 @@ class Admission:
     request: Request
     output_count: int
     cached_tokens: int
-    page_ids: tuple[PageId, ...]
+    page_ids: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PageAppend:
     """Pages appended to a slot's page table."""
 
     slot: Slot
-    page_ids: tuple[PageId, ...]
+    page_ids: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefillChunk:
     """A run of known tokens of one slot; `last` samples one."""
 
@@ -131,7 +159,7 @@ class StepResult:
     failures: Sequence[SlotFailure] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placed:
     """A request entered a slot of a replica, the first time or again."""
 
@@ -140,7 +168,7 @@ class Placed:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokensMade:
     """New tokens of a request; they are in `request.output` already."""
 
@@ -150,7 +178,7 @@ class TokensMade:
     logprobs: Sequence[float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finished:
     """A request ended well. Last event of a request."""
 

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 TOKEN_BYTES = 4
 _CODE = "I" if array("I").itemsize == TOKEN_BYTES else "L"
+
+
+class Namespace(NamedTuple):
+    """What must be equal, beside the tokens, for two requests to share a prefix on one replica.
+
+    The rest of a prefix's identity (model, weight version, numeric class, KV layout and scales) is the same
+    for all requests of a replica: each replica has its own tree, and a new executor is a new replica.
+    """
+
+    salt: str = ""
+    adapter: str = ""
 
 
 def token_key(tokens: Sequence[int]) -> bytes:
@@ -20,9 +32,11 @@ def token_key(tokens: Sequence[int]) -> bytes:
     return array(_CODE, tokens).tobytes()
 
 
-def common_bytes(a: bytes, b: bytes, *, a_start: int = 0, b_start: int = 0) -> int:
-    """How many bytes agree from `a_start` in `a` and `b_start` in `b`, in whole tokens."""
+def common_bytes(a: bytes, b: bytes, *, a_start: int = 0, b_start: int = 0, most: int | None = None) -> int:
+    """How many bytes, `most` of them, agree from `a_start` in `a` and `b_start` in `b`, in whole tokens."""
     count = min(len(a) - a_start, len(b) - b_start) // TOKEN_BYTES
+    if most is not None:
+        count = min(count, most // TOKEN_BYTES)
     left = np.frombuffer(a, np.uint32, count, a_start)
     right = np.frombuffer(b, np.uint32, count, b_start)
     differs = left != right

@@ -1,52 +1,119 @@
-"""The waiting requests of one replica in the order in which they are to be admitted."""
+"""The waiting requests of one replica in the order in which they are to be admitted; nobody is last for ever.
+
+**Ageing.** Any order but that of arrival can be used to keep a request waiting: a policy by better ranks, a
+priority by higher ones. So there is a bound: whoever has been passed over so often that `patience` requests
+have left beyond its turn in the order of arrival is overdue, and goes before all that are not, of whatever
+priority. Overdue ones go in order of arrival, so that the bound holds for each of them: as one
+admission makes at most one request overdue, and an overdue one is always next, nobody is admitted more than
+`patience` + 1 places after its turn. (Who is cancelled leaves too, and so makes others overdue sooner.)
+"""
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 
+from scheduler_svc.core.page_pool import PagePool
 from scheduler_svc.core.policy import SchedulePolicy
+from scheduler_svc.core.request_state import State
 from scheduler_svc.core.seat import Ticket
+
+PATIENCE = 256
+"""Admissions by which a policy or a priority may delay a request. A policy gains by choosing among those that
+can run together, which is one batch: some 256 requests on the replicas that we know; a longer delay only
+hurts. For priorities it says how long a burst of urgent requests may hold up the others."""
 
 
 class WaitingQueue:
-    """Ordered by priority (higher first), then retracted ones, then the policy's rank, then age.
+    """All that wait; `pool` knows what is cached of each."""
 
-    matched_tokens: the cached tokens of a waiting request, for policies that ask.
-    """
-
-    def __init__(self, policy: SchedulePolicy, *, matched_tokens: Callable[[Ticket], int]) -> None:
-        self._policy = policy
-        self._matched_tokens = matched_tokens
-        self._tickets: list[Ticket] = []
+    def __init__(self, policy: SchedulePolicy, *, pool: PagePool, patience: int = PATIENCE) -> None:
+        self._pool = pool
+        self._watches = policy.depends_on_cache
+        self._order = policy.make_order()
+        self._patience = patience
+        self._by_turn: OrderedDict[Ticket, None] = OrderedDict()
+        self._arrivals = 0
+        self._departures = 0
 
     def __repr__(self) -> str:
-        return f"<WaitingQueue of {len(self._tickets)}>"
+        return f"<WaitingQueue of {len(self)}>"
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._by_turn)
 
-    def add(self, ticket: Ticket) -> None:
-        """One more waits."""
+    def __iter__(self) -> Iterator[Ticket]:
+        """All of them, in the order in which they came here."""
+        return iter(self._by_turn)
+
+    def add(self, ticket: Ticket, *, now: int) -> None:
+        """One more waits, since step `now`. One that comes back has a new turn."""
+        ticket.turn = self._arrivals
+        ticket.waits_since = now
         ticket.match = None
-        self._rank(ticket)
-        insort(self._tickets, ticket, key=_place)
+        ticket.is_set_aside = False
+        self._arrivals += 1
+        self._by_turn[ticket] = None
+        self._place(ticket)
 
     def remove(self, ticket: Ticket) -> None:
         """One waits no more."""
-        self._tickets.remove(ticket)
+        del self._by_turn[ticket]
+        self._departures += 1
+        self._displace(ticket)
 
-    def in_order(self) -> list[Ticket]:
-        """All of them, the next one first; a new list."""
-        if self._policy.depends_on_cache:
-            for ticket in self._tickets:
-                self._rank(ticket)
-            self._tickets.sort(key=_place)
-        return list(self._tickets)
+    def set_aside(self, ticket: Ticket) -> None:
+        """One is not to be admitted until it is resumed, or overdue."""
+        ticket.is_set_aside = True
+        self._displace(ticket)
 
-    def _rank(self, ticket: Ticket) -> None:
-        ticket.rank = self._policy.rank(ticket.request, lambda: self._matched_tokens(ticket))
+    def resume(self, tickets: Iterable[Ticket]) -> None:
+        """Those of them that wait and were set aside are not any more."""
+        for ticket in tickets:
+            if ticket.is_set_aside and ticket in self._by_turn:
+                ticket.is_set_aside = False
+                self._place(ticket)
+
+    def in_order(self, now: int) -> Iterator[Ticket]:
+        """The next one first. Each must have been removed or set aside before the one after it is asked for.
+
+        now: number of the step that is planned.
+        """
+        self._place_stale()
+        order = iter(self._order.in_order(now))
+        while (ticket := self._overdue() or _next_waiting(order)) is not None:
+            yield ticket
+
+    def is_overdue(self, ticket: Ticket) -> bool:
+        """Whether it goes before all that are not."""
+        return self._departures - ticket.turn >= self._patience
+
+    def _overdue(self) -> Ticket | None:
+        """The first of those overdue. Turns ascend, so if the first is not, none is."""
+        first = next(iter(self._by_turn), None)
+        return first if first is not None and self.is_overdue(first) else None
+
+    # ------------------------------------------------------------ places
+
+    def _place(self, ticket: Ticket) -> None:
+        if self._watches:
+            match = self._pool.match(ticket)
+            ticket.cached_tokens = match.depth * self._pool.page_size
+            self._pool.tree.watch(ticket, match, ticket.key())
+        self._order.add(ticket)
+
+    def _displace(self, ticket: Ticket) -> None:
+        if self._watches:
+            self._pool.tree.unwatch(ticket)
+        self._order.discard(ticket)
+
+    def _place_stale(self) -> None:
+        """Look up anew what changed in the cache, and only that."""
+        for ticket in self._pool.tree.take_stale():
+            self._order.discard(ticket)
+            self._place(ticket)
 
 
-def _place(ticket: Ticket) -> tuple[int, bool, float, int]:
-    return (-ticket.request.priority, not ticket.was_retracted, ticket.rank, ticket.request.id)
+def _next_waiting(order: Iterator[Ticket]) -> Ticket | None:
+    """Whoever was overdue in the meantime has gone."""
+    return next((ticket for ticket in order if ticket.state is State.WAITING), None)
