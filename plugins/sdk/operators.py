@@ -227,7 +227,8 @@ class OperatorSet(ContractClass, contract=True):
         """What carries out a plan's decisions.
 
         Raises:
-            FailedPrecondition: the plan, and so the capability report, says native where there is no override.
+            FailedPrecondition: the plan, and so the capability report, says native where there is no
+                override.
         """
         missing = [
             each.name for each in decisions if each.choice in RUNS_ON_CHIP and self._why_reference(each.name)
