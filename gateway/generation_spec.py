@@ -42,6 +42,15 @@ class StopConditions:
 
 
 @dataclass(frozen=True)
+class Scheduling:
+    """Where and when it runs among others; see SchedulingOptions of the inference contract."""
+
+    priority: int = 0
+    cache_salt: str = ""
+    session_key: str = ""
+
+
+@dataclass(frozen=True)
 class GenerationSpec:
     """One request, checked and completed.
 
@@ -55,6 +64,7 @@ class GenerationSpec:
     stop: StopConditions
     end_token_ids: tuple[int, ...]
     logprobs: bool = False
+    scheduling: Scheduling = Scheduling()
 
 
 @dataclass(frozen=True)

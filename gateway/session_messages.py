@@ -56,6 +56,9 @@ def submit_command(number: int, request: LiveRequest, *, now: float) -> pb.Reque
         max_output_tokens=spec.stop.max_tokens,
         stop_token_ids=spec.end_token_ids,
         traceparent=request.traceparent,
+        priority=spec.scheduling.priority,
+        cache_salt=spec.scheduling.cache_salt,
+        session_key=spec.scheduling.session_key,
     )
     if request.deadline is not None:
         submit.deadline_ms = max(0, int((request.deadline - now) * 1000))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from chipmesh.inference.v1alpha1 import inference_pb2 as pb
-from gateway.generation_spec import GenerationSpec, Sampling, StopConditions
+from gateway.generation_spec import GenerationSpec, Sampling, Scheduling, StopConditions
 from gateway.models import ServedModel
 from meshkit.errors import InvalidArgument
 
@@ -17,6 +17,8 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 100.0
+MAX_PRIORITY = 1000
+MAX_KEY_CHARS = 256
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Options:
     stop: StopConditions
     max_tokens: int | None
     logprobs: bool
+    scheduling: Scheduling
 
 
 def check_request_id(request_id: str) -> None:
@@ -89,6 +92,7 @@ def read_options(request: pb.GenerateRequest, model: ServedModel, *, draw_seed: 
         stop=_read_stop(request.stop, model),
         max_tokens=max_tokens,
         logprobs=request.logprobs,
+        scheduling=_read_scheduling(request.scheduling),
     )
 
 
@@ -154,7 +158,25 @@ def complete(
         stop=replace(options.stop, max_tokens=max_tokens),
         end_token_ids=tuple(dict.fromkeys((*model_end, *options.stop.stop_token_ids))),
         logprobs=options.logprobs,
+        scheduling=options.scheduling,
     )
+
+
+def _read_scheduling(given: pb.SchedulingOptions) -> Scheduling:
+    if abs(given.priority) > MAX_PRIORITY:
+        raise _refusal(
+            "scheduling.priority",
+            f"is {given.priority}",
+            f"from {-MAX_PRIORITY} to {MAX_PRIORITY} are allowed",
+        )
+    for name in ("cache_salt", "session_key"):
+        text: str = getattr(given, name)
+        if len(text) > MAX_KEY_CHARS:
+            raise _refusal(
+                f"scheduling.{name}", f"has {len(text)} characters",
+                f"at most {MAX_KEY_CHARS} are allowed; send a hash of it",
+            )  # fmt: skip
+    return Scheduling(given.priority, given.cache_salt, given.session_key)
 
 
 def _read_sampling(given: pb.SamplingOptions, model: ServedModel, draw_seed: Callable[[], int]) -> Sampling:

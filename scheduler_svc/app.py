@@ -44,7 +44,7 @@ _SESSION, _REGISTRY, _ADMIN = (
 )
 # Long-lived streams whose requests carry their own trace context, and calls that repeat for ever.
 _UNTRACED = (f"/{_SESSION}/OpenSession", f"/{_REGISTRY}/Heartbeat", f"/{_REGISTRY}/Register",
-             f"/{_ADMIN}/WatchMesh")  # fmt: skip
+             f"/{_ADMIN}/WatchMesh", f"/{_ADMIN}/SubscribeKvEvents")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,11 @@ class SchedulerService:
         self._strict_identity = strict_identity
         metrics = Metrics()
         scheduler_metrics = SchedulerMetrics(metrics)
-        core = MeshCore(policy=config.schedule_policy, max_queued_requests=config.max_queued_requests)
+        core = MeshCore(
+            policy=config.schedule_policy,
+            max_queued_requests=config.max_queued_requests,
+            conservativeness=config.schedule_conservativeness,
+        )
         groups = GroupTable(core, config)
         self.engine = Engine(
             core, metrics=scheduler_metrics, identity_check_delay_s=config.identity_check_delay_s

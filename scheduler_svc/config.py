@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from meshkit.config import FrozenConfig, ServiceConfig
+from scheduler_svc.core.eviction import make_eviction_policy
 from scheduler_svc.core.guard import Bounds
 from scheduler_svc.core.policy import make_policy
 
@@ -61,8 +62,16 @@ class GroupConfig(FrozenConfig):
     weight: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     chunked_prefill_size: PositiveInt | None = None
     max_running_requests: PositiveInt | None = None
+    schedule_policy: str | None = None
     guard: GuardConfig | None = None
     parity: ParityConfig | None = None
+
+    @field_validator("schedule_policy")
+    @classmethod
+    def _policy_is_known(cls, name: str | None) -> str | None:
+        if name is not None:
+            make_policy(name)
+        return name
 
 
 class SchedulerConfig(ServiceConfig):
@@ -73,6 +82,9 @@ class SchedulerConfig(ServiceConfig):
     attach_timeout_s: bound of each of the two calls that attach to an executor.
     reattach_backoff_s, reattach_backoff_max_s: pause between attempts to attach, doubled after each failure.
     drain_timeout_s: how long running requests may go on at SIGTERM, and by default in DrainWorker.
+    schedule_conservativeness: factor on the share of future output that admission keeps free.
+    radix_attention_min_len: tokens; shorter prefixes are not kept. enable_priority_preemption: a waiting
+    request may push out a running one whose priority is lower by priority_preemption_threshold.
     identity_check_delay_s: idle time of a replica after which its page identity is checked.
     traffic_file: weights of groups by model, `{"MODEL": {"GROUP": WEIGHT}}`, looked at every
     traffic_file_interval_s seconds; what it says goes over the configured weights.
@@ -82,6 +94,11 @@ class SchedulerConfig(ServiceConfig):
     groups: tuple[GroupConfig, ...] = ()
     strict_groups: bool = False
     schedule_policy: str = "fcfs"
+    schedule_conservativeness: float = Field(default=1.0, ge=0.0)
+    radix_eviction_policy: str = "lru"
+    radix_attention_min_len: NonNegativeInt = 0
+    enable_priority_preemption: bool = False
+    priority_preemption_threshold: PositiveInt = 1
     chunked_prefill_size: PositiveInt | None = None
     max_running_requests: PositiveInt | None = None
     enable_radix_cache: bool = True
@@ -115,6 +132,12 @@ class SchedulerConfig(ServiceConfig):
     @classmethod
     def _policy_is_known(cls, name: str) -> str:
         make_policy(name)
+        return name
+
+    @field_validator("radix_eviction_policy")
+    @classmethod
+    def _eviction_is_known(cls, name: str) -> str:
+        make_eviction_policy(name)
         return name
 
     @model_validator(mode="after")

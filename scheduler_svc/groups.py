@@ -22,7 +22,9 @@ class GroupTable:
 
     def _add(self, group: GroupConfig) -> None:
         self._groups[group.name] = group
-        self._core.configure_group(group.name, model=group.model, weight=group.weight)
+        self._core.configure_group(
+            group.name, model=group.model, weight=group.weight, policy=group.schedule_policy
+        )
 
     def join(self, name: str, *, model: str) -> None:
         """A replica of `model` joins; a group that nobody configured is made with weight 1.
@@ -69,6 +71,10 @@ class GroupTable:
             context_tokens=attached.model.context_tokens,
             enable_radix_cache=self._config.enable_radix_cache,
             enable_mixed_chunk=self._config.enable_mixed_chunk,
+            min_cached_tokens=self._config.radix_attention_min_len,
+            eviction_policy=self._config.radix_eviction_policy,
+            priority_preemption=self._config.enable_priority_preemption,
+            preemption_threshold=self._config.priority_preemption_threshold,
         )  # fmt: skip
 
 

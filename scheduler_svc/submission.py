@@ -36,6 +36,7 @@ def read_submission(request_id: RequestId, message: session_pb2.SubmitRequest) -
         output=list(message.output_token_ids),
         priority=message.priority,
         salt=message.cache_salt,
+        session=message.session_key,
         needs_history=needs_history(message.sampling),
     )
 

@@ -98,6 +98,18 @@ def up(
     schedule_policy: Annotated[
         str | None, typer.Option(help="Order of waiting requests: fcfs, lpm, ...")
     ] = None,
+    schedule_conservativeness: Annotated[
+        float | None, typer.Option(min=0, help="Factor on the room kept free for running requests; 1.")
+    ] = None,
+    radix_eviction_policy: Annotated[
+        str | None, typer.Option(help="Which cached prefix goes first: lru, lfu, slru, priority.")
+    ] = None,
+    radix_attention_min_len: Annotated[
+        int | None, typer.Option(min=0, help="Prefixes of fewer tokens are not kept.")
+    ] = None,
+    enable_priority_preemption: Annotated[
+        bool, typer.Option("--enable-priority-preemption", help="Higher priorities push running ones out.")
+    ] = False,
     max_total_tokens: Annotated[int | None, typer.Option(help="Size of the KV cache in tokens.")] = None,
     context_length: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
     served_model_name: Annotated[

@@ -46,8 +46,8 @@ class GroupPlan:
     model: str
     model_path: Path
     chunk_tokens: int | None
-    canary: Mapping[str, Any]
-    """guard and parity, as the scheduler's groups have them."""
+    own: Mapping[str, Any]
+    """What the scheduler's group has of its own: guard, parity, schedule_policy."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _plan_group(
         model=settings.served_model_name or model.name,
         model_path=model.path,
         chunk_tokens=_chunk_tokens(settings, context_tokens=settings.context_length or model.context_tokens),
-        canary=_without_none({"guard": own.guard, "parity": own.parity}) if own is not None else {},
+        own=_without_none(own.model_dump(include={"guard", "parity", "schedule_policy"})) if own else {},
     )
 
 
@@ -215,6 +215,10 @@ def scheduler_config(plan: MeshPlan, *, state: StateDir) -> dict[str, Any]:
     options = plan.options
     chosen = {
         "schedule_policy": options.schedule_policy,
+        "schedule_conservativeness": options.schedule_conservativeness,
+        "radix_eviction_policy": options.radix_eviction_policy,
+        "radix_attention_min_len": options.radix_attention_min_len,
+        "enable_priority_preemption": options.enable_priority_preemption or None,
         "enable_mixed_chunk": options.enable_mixed_chunk,
         "traffic_file": str(options.traffic_file) if options.traffic_file else None,
     }
@@ -234,7 +238,7 @@ def _scheduler_group(group: GroupPlan) -> dict[str, Any]:
         "max_running_requests": group.settings.max_running_requests,
     }
     named = {"name": group.name, "model": group.model, "weight": group.weight}
-    return {**named, **_without_none(ceilings), **group.canary}
+    return {**named, **_without_none(ceilings), **group.own}
 
 
 def gateway_config(plan: MeshPlan, *, state: StateDir, scheduler_address: str) -> dict[str, Any]:

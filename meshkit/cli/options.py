@@ -32,6 +32,7 @@ class GroupOptions(FrozenConfig):
     max_running_requests: int | None = None
     mem_fraction_static: float | None = None
     page_size: int | None = None
+    schedule_policy: str | None = None
     max_total_tokens: int | None = None
     context_length: int | None = None
     strict: bool | None = None
@@ -69,6 +70,10 @@ class MeshOptions(FrozenConfig):
     mem_fraction_static: float | None = None
     page_size: int | None = None
     schedule_policy: str | None = None
+    schedule_conservativeness: float | None = None
+    radix_eviction_policy: str | None = None
+    radix_attention_min_len: int | None = None
+    enable_priority_preemption: bool = False
     traffic_file: Path | None = None
     max_total_tokens: int | None = None
     context_length: int | None = None

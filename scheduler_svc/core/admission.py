@@ -60,7 +60,7 @@ class AdmissionDesk:
             return None
         node, page_ids = self._pool.pin(ticket, match)
         cached = len(page_ids)
-        pages = self._pool.take(known - cached)
+        pages = self._pool.take(known - cached + self._pages_ahead(ticket, known, cached))
         assert pages is not None
         ticket.was_overdue = self._waiting.is_overdue(ticket)
         self._waiting.remove(ticket)
@@ -119,6 +119,11 @@ class AdmissionDesk:
     def _pages_known(self, ticket: Ticket) -> int:
         """Pages for the known tokens of a request, and for the room that decoding wants."""
         return self._pool.pages_for(min(ticket.request.length + ROOM_TOKENS, ticket.final_tokens))
+
+    def _pages_ahead(self, ticket: Ticket, known: int, cached: int) -> int:
+        """Pages beside the `known` ones, given at once where there are plenty: its output will fill them."""
+        most = self._pool.plenty(spoken_for=known - cached)
+        return min(most, self._pool.pages_for(ticket.final_tokens) - known)
 
     def _pages_gained(self, seat: Seat) -> int:
         """What the retraction of a seat brings, the room kept for its output included."""

@@ -10,8 +10,6 @@ from array import array
 from collections.abc import Sequence
 from itertools import repeat
 
-import numpy as np
-
 from scheduler_svc.core.admission import AdmissionDesk
 from scheduler_svc.core.decode_set import DecodeSet
 from scheduler_svc.core.errors import RequestTooLarge
@@ -45,13 +43,9 @@ from scheduler_svc.core.structures import (
     StepResult,
     TokensMade,
 )
-from scheduler_svc.core.token_key import TOKEN_BYTES, token_key
+from scheduler_svc.core.token_key import key_tokens, token_key
 from scheduler_svc.core.waiting_queue import PATIENCE, WaitingQueue
 
-_GROWTH_TOKENS = 16
-"""With small pages a decoding request gets pages for so many tokens at once: not one at every step."""
-_PLENTY = 8
-"""But only if so many times of that can be had: when pages are short, each gets one."""
 _RETRY_TICKS = 8
 """A request that found no room is tried again when something changed, or after so many decode steps."""
 
@@ -92,7 +86,7 @@ class Batcher:
         self._reserve = OutputReserve(conservativeness=conservativeness)
         self._tickets: dict[RequestId, Ticket] = {}
         self._prefilling: dict[Slot, Seat] = {}
-        self._decoding = DecodeSet(page_size=limits.page_size)
+        self._decoding = DecodeSet(page_size=limits.page_size, slot_count=limits.max_running_requests)
         self._slots = SlotTable(limits.max_running_requests)
         self._desk = AdmissionDesk(
             limits=limits,
@@ -192,7 +186,7 @@ class Batcher:
         if not self.fits(request):
             raise RequestTooLarge(tokens=request.length, room_tokens=self.room_tokens)
         budget = min(request.max_output_tokens, self.room_tokens - len(request.prompt))
-        ticket = Ticket(request, token_key(request.prompt), budget, request.space)
+        ticket = Ticket.of(request, budget=budget)
         self._tickets[request.id] = ticket
         self.load += 1
         self._wait(ticket)
@@ -306,9 +300,7 @@ class Batcher:
 
     def _give_pages(self, needy: list[Seat], grown: dict[Seat, list[int]]) -> list[Seat]:
         """Pages to each as far as there are any; those that still want one."""
-        most = _GROWTH_TOKENS // self.limits.page_size
-        if most * len(needy) * _PLENTY > self._pool.available:
-            most = 1
+        most = self._pool.plenty(requests=len(needy))
         wanted = [self._decoding.pages_ahead(seat, most) for seat in needy]
         pages = self._pool.take(min(sum(wanted), self._pool.available)) or array("i")
         hungry, start = [], 0
@@ -372,7 +364,7 @@ class Batcher:
     def _plan_chunk(self, seat: Seat, most: int, draft: StepDraft) -> int:
         """The next run of a seat's known tokens; how many."""
         start, end = seat.planned, min(seat.known, seat.planned + most)
-        tokens = np.frombuffer(seat.key, np.uint32, end - start, start * TOKEN_BYTES).tolist()
+        tokens = key_tokens(seat.key, start, end)
         is_last = end == seat.known
         draft.prefill.append(PrefillChunk(seat.slot, start, tokens, is_last))
         draft.chunks.append(PlannedChunk(seat, end))

@@ -28,9 +28,10 @@ class Roster:
 class DecodeSet:
     """All decoding seats of a replica. `page_size` is in tokens."""
 
-    def __init__(self, *, page_size: int) -> None:
+    def __init__(self, *, page_size: int, slot_count: int) -> None:
         self._page_size = page_size
-        self._seats: dict[Slot, Seat] = {}
+        self._by_slot: list[Seat | None] = [None] * slot_count
+        self._count = 0
         self._roster: Roster | None = None
         self._spent: defaultdict[int, list[Seat]] = defaultdict(list)
         self._needy: defaultdict[int, list[Seat]] = defaultdict(list)
@@ -39,30 +40,32 @@ class DecodeSet:
         """Decode steps planned so far."""
 
     def __repr__(self) -> str:
-        return f"<DecodeSet {len(self._seats)} seats at tick {self.tick}>"
+        return f"<DecodeSet {self._count} seats at tick {self.tick}>"
 
     def __len__(self) -> int:
-        return len(self._seats)
+        return self._count
 
     def join(self, seat: Seat) -> None:
         """A seat whose known tokens are all planned; the step with the last of them makes one token."""
-        self._seats[seat.slot] = seat
+        self._by_slot[seat.slot] = seat
+        self._count += 1
         self._roster = None
         seat.origin = seat.known + 1 - self.tick
-        self._spent[len(seat.request.prompt) + seat.ticket.budget - seat.origin].append(seat)
+        self._spent[seat.ticket.final_tokens + 1 - seat.origin].append(seat)
         self._file_page(seat)
 
     def discard(self, seat: Seat) -> None:
         """A seat decodes no more. What was filed for it is skipped when its tick comes."""
-        if self._seats.get(seat.slot) is seat:
-            del self._seats[seat.slot]
+        if self._is_here(seat):
+            self._by_slot[seat.slot] = None
+            self._count -= 1
             self._roster = None
 
     def roster(self) -> Roster:
         """Who decodes now."""
         if self._roster is None:
-            slots = sorted(self._seats)
-            self._roster = Roster(slots, [self._seats[slot] for slot in slots])
+            seats = [seat for seat in self._by_slot if seat is not None]
+            self._roster = Roster([seat.slot for seat in seats], seats)
         return self._roster
 
     def advance(self) -> None:
@@ -101,12 +104,12 @@ class DecodeSet:
     @property
     def can_decode(self) -> bool:
         """Whether there is a seat, and each has a page for the token that it writes in this step."""
-        return bool(self._seats) and all(
+        return self._count > 0 and all(
             self._room(seat) >= seat.origin + self.tick for seat in self._starving if self._is_here(seat)
         )
 
     def _is_here(self, seat: Seat) -> bool:
-        return self._seats.get(seat.slot) is seat
+        return self._by_slot[seat.slot] is seat
 
     def _room(self, seat: Seat) -> int:
         return len(seat.page_ids) * self._page_size

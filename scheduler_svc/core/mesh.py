@@ -11,6 +11,7 @@ from scheduler_svc.core.batcher import Batcher
 from scheduler_svc.core.errors import QueueFull, RequestTooLarge, UnknownModel, UnknownReplica
 from scheduler_svc.core.placement import ALLOWED_IMBALANCE, Candidate, WeightedTurns, choose_replica
 from scheduler_svc.core.policy import make_policy
+from scheduler_svc.core.sessions import Sessions
 from scheduler_svc.core.structures import (
     Event,
     Failed,
@@ -43,6 +44,8 @@ class _Group:
     name: str
     model: str
     weight: float
+    policy: str = ""
+    """Of replicas that join; "": the mesh's."""
     replicas: dict[ReplicaId, _Replica] = field(default_factory=dict)
     ready: list[Batcher] = field(default_factory=list)
     """Batchers of replicas that do not drain."""
@@ -144,6 +147,7 @@ class MeshCore:
         self._group_of: dict[ReplicaId, _Group] = {}
         self._turns: dict[str, WeightedTurns] = {}
         self._unplaced: dict[RequestId, Request] = {}
+        self._sessions = Sessions()
 
     def __repr__(self) -> str:
         return f"<MeshCore {len(self._groups)} groups, {len(self._group_of)} replicas, {self.waiting} wait>"
@@ -155,17 +159,21 @@ class MeshCore:
 
     # ------------------------------------------------------------ groups and replicas
 
-    def configure_group(self, name: str, *, model: str, weight: float) -> None:
-        """Make a group, or change its weight.
+    def configure_group(self, name: str, *, model: str, weight: float, policy: str | None = None) -> None:
+        """Make a group, or change its weight. policy: of replicas that join from now on; None: the mesh's.
 
         Raises:
             ValueError: the weight is negative or not finite, or the group serves another model.
+            UnknownPolicy: lists those known.
         """
         _check_weight(name, weight)
         group = self._groups.setdefault(name, _Group(name, model, weight))
         if group.model != model:
             raise ValueError(f"group {name!r} serves {group.model!r}, not {model!r}")
         group.weight = weight
+        if policy is not None:
+            make_policy(policy)
+            group.policy = policy
         self._turns.setdefault(model, WeightedTurns()).reset()
 
     def set_weights(self, model: str, weights: Mapping[str, float]) -> list[Event]:
@@ -213,7 +221,7 @@ class MeshCore:
             raise ValueError(f"replica {replica!r} is in the mesh already")
         batcher = Batcher(
             limits=limits,
-            policy=make_policy(self._policy),
+            policy=make_policy(self._groups[group].policy or self._policy),
             replica=replica,
             conservativeness=self._conservativeness,
         )
@@ -329,7 +337,7 @@ class MeshCore:
             batcher.add(request)
             return batcher.replica
         takers = {group.name: able for group in self._serving(request) if (able := group.takers(request))}
-        chosen: str | None = request.group
+        chosen: str | None = request.group or self._sessions.group_of(request)
         if chosen not in takers:
             weights = {name: self._groups[name].weight for name in takers}
             chosen = self._turns[request.model].choose(weights)
@@ -337,6 +345,7 @@ class MeshCore:
             self._check_size(request)
             return None
         request.group = chosen
+        self._sessions.remember(request)
         return self._groups[chosen].place(request, takers[chosen]).replica
 
     def _serving(self, request: Request) -> list[_Group]:

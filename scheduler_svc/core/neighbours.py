@@ -37,7 +37,8 @@ class Neighbours:
         """A seat is about to compute what follows its shared pages."""
         self._clear_place(seat)
         page = self._page_at(seat.key, seat.shared)
-        if len(page) == self._page_bytes:
+        is_enough = len(seat.key) - seat.shared * self._page_bytes >= _WORTHWHILE_BYTES
+        if is_enough and len(page) == self._page_bytes:
             place = (seat.node or seat.ticket.space, page)
             if place not in self._computing:
                 self._computing[place] = seat
@@ -45,9 +46,10 @@ class Neighbours:
         self._resume(seat)
 
     def forget(self, seat: Seat) -> None:
-        """A seat computes nothing that others could wait for."""
-        self._clear_place(seat)
-        self._resume(seat)
+        """A seat computes nothing that others could wait for. Idempotent."""
+        if seat.computing is not None:
+            self._clear_place(seat)
+            self._resume(seat)
 
     def keeps_waiting(self, ticket: Ticket, match: PrefixMatch) -> bool:
         """Whether somebody computes enough of what follows `match`; then the ticket waits for that one."""

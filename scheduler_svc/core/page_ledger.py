@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
 PageArray = npt.NDArray[np.int32]
 """Page ids, shape [n]."""
+
+
+def page_ids(pages: PageArray) -> array[int]:
+    """Page ids as seats keep them: they grow one by one, and go to the tree without a conversion of each."""
+    return array("i", pages.tobytes())
 
 
 class PageLedger:
@@ -15,36 +23,35 @@ class PageLedger:
     def __init__(self, page_count: int) -> None:
         self.total = page_count
         # Lowest ids on top: they are handed out first, which keeps small runs readable.
-        self._stack: PageArray = np.arange(page_count - 1, -1, -1, dtype=np.int32)
-        self._free = page_count
+        self._stack = page_ids(np.arange(page_count - 1, -1, -1, dtype=np.int32))
 
     def __repr__(self) -> str:
-        return f"<PageLedger {self._free} of {self.total} free>"
+        return f"<PageLedger {self.free_count} of {self.total} free>"
 
     @property
     def free_count(self) -> int:
         """Pages that nobody has."""
-        return self._free
+        return len(self._stack)
 
-    def allocate(self, count: int) -> PageArray | None:
-        """`count` pages, shape [count], or None (and nothing taken) where fewer are free."""
-        if count > self._free:
+    def allocate(self, count: int) -> array[int] | None:
+        """`count` pages, or None (and nothing taken) where fewer are free."""
+        left = len(self._stack) - count
+        if left < 0:
             return None
-        top = self._free
-        self._free = top - count
-        taken: PageArray = self._stack[self._free : top][::-1].copy()
+        taken = self._stack[left:]
+        del self._stack[left:]
+        taken.reverse()
         return taken
 
-    def free(self, pages: npt.ArrayLike) -> None:
+    def free(self, pages: Iterable[int]) -> None:
         """Take back pages. The caller gives each page once; `check_identity` of the batcher proves it."""
-        given = np.asarray(pages, dtype=np.int32)
-        top = self._free + given.size
-        if top > self.total:
-            raise ValueError(f"{given.size} pages come back, but only {self.total - self._free} are out")
-        self._stack[self._free : top] = given[::-1]
-        self._free = top
+        given = array("i", pages)
+        if len(self._stack) + len(given) > self.total:
+            out = self.total - len(self._stack)
+            raise ValueError(f"{len(given)} pages come back, but only {out} are out")
+        given.reverse()
+        self._stack += given
 
-    def free_pages(self) -> PageArray:
+    def free_pages(self) -> array[int]:
         """A copy of the free page ids, in no promised order."""
-        free: PageArray = self._stack[: self._free].copy()
-        return free
+        return self._stack[:]

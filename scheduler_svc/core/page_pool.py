@@ -9,12 +9,17 @@ from collections.abc import Iterable
 from scheduler_svc.core.errors import IdentityViolated
 from scheduler_svc.core.eviction import make_eviction_policy
 from scheduler_svc.core.kv_events import KvEventLog
-from scheduler_svc.core.page_ledger import PageArray, PageLedger
+from scheduler_svc.core.page_ledger import PageLedger, page_ids
 from scheduler_svc.core.radix_node import Node
 from scheduler_svc.core.radix_tree import PrefixMatch, RadixTree
 from scheduler_svc.core.seat import Seat, Ticket
 from scheduler_svc.core.structures import PageCounts, ReplicaLimits
 from scheduler_svc.core.token_key import TOKEN_BYTES, Namespace
+
+_GROWTH_TOKENS = 64
+"""A request that makes tokens gets pages for so many at once: it costs something only every so many steps."""
+_PLENTY = 8
+"""But only if so many times of that can be had."""
 
 
 class PagePool:
@@ -54,6 +59,11 @@ class PagePool:
         """Pages that hold so many tokens."""
         return -(-tokens // self.page_size)
 
+    def plenty(self, *, requests: int = 1, spoken_for: int = 0) -> int:
+        """Pages that each of so many requests may have ahead of its needs; 0 when pages are short."""
+        most = -(-_GROWTH_TOKENS // self.page_size)
+        return most if most * requests * _PLENTY <= self.available - spoken_for else 0
+
     # ------------------------------------------------------------ finding prefixes
 
     def match(self, ticket: Ticket) -> PrefixMatch:
@@ -73,7 +83,7 @@ class PagePool:
     def pin(self, ticket: Ticket, match: PrefixMatch) -> tuple[Node | None, array[int]]:
         """Lock the cached prefix of a request that is to be admitted: the lock's node, and its pages."""
         node = self.tree.lock(match, priority=ticket.request.priority)
-        return node, _page_ids(self.tree.pages_to(node)) if node is not None else array("i")
+        return node, self.tree.pages_to(node) if node is not None else array("i")
 
     # ------------------------------------------------------------ moving pages
 
@@ -84,10 +94,8 @@ class PagePool:
         missing = count - self.ledger.free_count
         if missing > 0:
             self.evicted_count += missing
-            self.ledger.free(self.tree.evict(missing))
-        pages = self.ledger.allocate(count)
-        assert pages is not None
-        return _page_ids(pages)
+            self.ledger.free(page_ids(self.tree.evict(missing)))
+        return self.ledger.allocate(count)
 
     def confirm(self, seat: Seat, tokens: int) -> bool:
         """The first `tokens` of a seat's known tokens are in its pages: share the full ones with others.
@@ -97,35 +105,36 @@ class PagePool:
         full = self._cacheable(seat, tokens)
         if not full:
             return True
-        request, key = seat.request, seat.key[: full * self._page_bytes]
-        if self.tree.follows(seat.node, key, space=seat.ticket.space):
-            return False
-        _, node = self.tree.insert(
-            key,
-            seat.page_ids[:full],
+        node = self.tree.extend(
+            seat.node,
+            seat.key[seat.shared * self._page_bytes : full * self._page_bytes],
+            seat.page_ids[seat.shared : full],
             space=seat.ticket.space,
-            priority=request.priority,
-            below=seat.node,
-            lock=True,
+            priority=seat.request.priority,
+            take_lock=True,
         )
-        if seat.node is not None:
-            self.tree.unlock(seat.node)
+        if node is None:
+            return False
         seat.node, seat.shared = node, full
         return True
 
     def give_back(self, seat: Seat) -> None:
         """Take all pages of a seat that no step touches any more: full confirmed ones are cached."""
-        surplus = seat.owned_pages
         full = self._cacheable(seat, seat.written_tokens())
-        if full:
-            request, key = seat.request, seat.ticket.key()[: full * self._page_bytes]
-            known, _ = self.tree.insert(
-                key, seat.page_ids[:full], space=seat.ticket.space, priority=request.priority, below=seat.node
-            )
-            surplus = seat.page_ids[seat.shared : known] + seat.page_ids[full:]
-        self.ledger.free(surplus)
+        self.ledger.free(self._cache(seat, full) if full else seat.owned_pages)
         if seat.node is not None:
             self.tree.unlock(seat.node)
+
+    def _cache(self, seat: Seat, full: int) -> array[int]:
+        """Give the tree the first `full` pages of a seat that leaves; those that it does not want."""
+        ticket, priority = seat.ticket, seat.request.priority
+        start, end = seat.shared * self._page_bytes, full * self._page_bytes
+        tail, pages = ticket.key_after(start)[: end - start], seat.page_ids[seat.shared : full]
+        if self.tree.extend(seat.node, tail, pages, space=ticket.space, priority=priority) is not None:
+            return seat.page_ids[full:]
+        key = ticket.key()[:end]
+        known, _ = self.tree.insert(key, seat.page_ids[:full], space=ticket.space, priority=priority)
+        return seat.page_ids[seat.shared : known] + seat.page_ids[full:]
 
     def returning(self, seat: Seat) -> int:
         """Pages that can be taken once the seat has given back its own."""
@@ -141,7 +150,7 @@ class PagePool:
     def flush(self) -> int:
         """Free all cached pages that no seat pins; how many."""
         flushed = self.tree.clear()
-        self.ledger.free(flushed)
+        self.ledger.free(page_ids(flushed))
         return int(flushed.size)
 
     # ------------------------------------------------------------ counting
@@ -174,8 +183,3 @@ class PagePool:
         wrong = {page: owners[page] for page in range(counts.total) if owners[page] != 1}
         if wrong:
             raise IdentityViolated(f"pages without an owner (0), or with several: {wrong}")
-
-
-def _page_ids(pages: PageArray) -> array[int]:
-    """As seats keep them: they grow one by one, and go to the tree without a conversion of each."""
-    return array("i", pages.tobytes())

@@ -14,7 +14,7 @@ class Node:
     """
 
     __slots__ = (
-        "attached", "base", "block_hashes", "children", "hits", "in_heap", "last_used", "lock_count",
+        "attached", "base", "block_hashes", "children", "end", "hits", "in_heap", "last_used", "lock_count",
         "offset", "pages", "parent", "priority", "size", "space", "start",
     )  # fmt: skip
 
@@ -32,6 +32,8 @@ class Node:
         self.parent = parent
         self.space = space
         self.start = start
+        self.end = start + len(pages)
+        """Depth after its run, in pages."""
         self.base = base
         self.offset = offset
         self.size = size
@@ -54,11 +56,6 @@ class Node:
 
     def __repr__(self) -> str:
         return f"<Node [{self.start}, {self.end}) locks={self.lock_count} children={len(self.children)}>"
-
-    @property
-    def end(self) -> int:
-        """Depth after its run, in pages."""
-        return self.start + len(self.pages)
 
     @property
     def key(self) -> bytes:
@@ -101,6 +98,7 @@ class Node:
     def drop_tail(self, count: int, *, page_bytes: int) -> None:
         """Give up the last `count` pages, but not all."""
         self.pages = self.pages[: len(self.pages) - count]
+        self.end -= count
         self.size -= count * page_bytes
         if 2 * self.size < len(self.base):
             self._copy_own()

@@ -17,7 +17,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from scheduler_svc.core.token_key import TOKEN_BYTES, Namespace, common_bytes
 _NO_PAGES: PageArray = np.empty(0, dtype=np.int32)
 OPEN = Namespace()
 """The namespace of requests without salt and adapter."""
+
+Pages: TypeAlias = "Sequence[int] | array[int] | PageArray"
+"""Page ids in any form; lists are converted."""
 
 
 @dataclass(slots=True)
@@ -64,18 +67,13 @@ class RadixTree(Generic[W]):
 
     # ------------------------------------------------------------ finding
 
-    def match(
-        self, key: bytes, *, space: Namespace = OPEN, limit: int | None = None, below: Node | None = None
-    ) -> PrefixMatch:
-        """The longest cached prefix of whole pages, at most `limit` pages. Changes nothing.
-
-        below: a node that `key` is known to pass through to its end; the search begins there.
-        """
+    def match(self, key: bytes, *, space: Namespace = OPEN, limit: int | None = None) -> PrefixMatch:
+        """The longest cached prefix of whole pages, at most `limit` pages. Changes nothing."""
         page_bytes = self._page_bytes
         pages = len(key) // page_bytes
         end_bytes = (pages if limit is None else min(pages, limit)) * page_bytes
-        found, depth_bytes = below, below.end * page_bytes if below is not None else 0
-        node = below or self._roots.get(space)
+        found, depth_bytes = None, 0
+        node = self._roots.get(space)
         while node is not None and depth_bytes < end_bytes:
             node = node.children.get(key[depth_bytes : depth_bytes + page_bytes])
             if node is None:
@@ -109,23 +107,15 @@ class RadixTree(Generic[W]):
         next_page = key[depth * self._page_bytes : (depth + 1) * self._page_bytes]
         return next_page not in node.children
 
-    def follows(self, node: Node | None, key: bytes, *, space: Namespace = OPEN) -> bool:
-        """Whether more of `key` is cached than its beginning that ends with `node` (None: than nothing)."""
-        parent = node or self._roots.get(space)
-        if parent is None:
-            return False
-        start = parent.end * self._page_bytes
-        return key[start : start + self._page_bytes] in parent.children
-
-    def pages_to(self, node: Node) -> PageArray:
-        """Page ids of [0, end) of a node, in order of position, shape [end]."""
-        runs: list[PageArray] = []
+    def pages_to(self, node: Node) -> array[int]:
+        """Page ids of [0, end) of a node, in order of position."""
+        runs: list[memoryview] = []
         above: Node | None = node
         while above is not None:
-            runs.append(above.pages)
+            runs.append(above.pages.data)
             above = above.parent
         runs.reverse()
-        return np.concatenate(runs)
+        return array("i", b"".join(runs))
 
     # ------------------------------------------------------------ being told when a match changes
 
@@ -149,40 +139,62 @@ class RadixTree(Generic[W]):
     # ------------------------------------------------------------ adding
 
     def insert(
-        self,
-        key: bytes,
-        pages: Sequence[int] | array[int] | PageArray,
-        *,
-        space: Namespace = OPEN,
-        priority: int = 0,
-        below: Node | None = None,
-        lock: bool = False,
+        self, key: bytes, pages: Pages, *, space: Namespace = OPEN, priority: int = 0
     ) -> tuple[int, Node]:
         """Give the tree the pages of `key`, which is as long as `pages` and has at least one.
 
         Returns (known, node): pages[:known] were cached already under other ids or the same, and stay the
         caller's where the ids differ; pages[known:] are the tree's now, and so is an array that they came in:
-        nobody may change it. `node` ends where the key ends. priority: of the request that made them;
-        below: as in `match`; lock: whether `node` is to be locked.
+        nobody may change it. `node` ends where the key ends. priority: of the request that made them.
         """
         count = len(pages)
         if len(key) != count * self._page_bytes or not count:
             raise ValueError(f"{len(key)} bytes of key for {count} pages of {self._page_bytes} bytes")
-        match = self.match(key, space=space, below=below)
-        depth, node = match.depth, self._cut(match)
-        self._clock += 1
-        above = node
-        while above is not None:
-            above.last_used = self._clock
-            above = above.parent
-        if depth < count:
-            node = self._append(node or self._root(space), key, np.asarray(pages, np.int32)[depth:], depth)
-            node.priority = priority
+        match = self.match(key, space=space)
+        node = self._cut(match)
+        self._touch(node)
+        if match.depth < count:
+            node = self._append(node or self._root(space), key, pages, match.depth, priority)
+            self.evictable_count += len(node.pages)
         assert node is not None
-        if lock:
-            self.lock_node(node)
         self._leaves.offer(node)
-        return depth, node
+        return match.depth, node
+
+    def extend(
+        self,
+        node: Node | None,
+        key: bytes,
+        pages: Pages,
+        *,
+        space: Namespace,
+        priority: int,
+        take_lock: bool = False,
+    ) -> Node | None:
+        """Give the tree what follows `node` (None: a beginning): `pages`, and the key of them alone.
+
+        None, and nothing done, where some of it is cached already. take_lock: the caller's lock on `node`
+        becomes one on the new node, or is made.
+        """
+        parent = node or self._root(space)
+        if key[: self._page_bytes] in parent.children:
+            return None
+        self._touch(node)
+        new = self._append(parent, key, pages, 0, priority)
+        if take_lock:
+            new.lock_count = 1
+            if node is None:
+                parent.lock_count += 1
+        else:
+            self.evictable_count += len(new.pages)
+            self._leaves.offer(new)
+        return new
+
+    def _touch(self, node: Node | None) -> None:
+        """[0, end) is used now."""
+        self._clock += 1
+        while node is not None:
+            node.last_used = self._clock
+            node = node.parent
 
     def _root(self, space: Namespace) -> Node:
         root = self._roots.get(space)
@@ -192,22 +204,22 @@ class RadixTree(Generic[W]):
             )
         return root
 
-    def _append(self, parent: Node, key: bytes, pages: PageArray, depth: int) -> Node:
-        offset = depth * self._page_bytes
+    def _append(self, parent: Node, key: bytes, pages: Pages, first: int, priority: int) -> Node:
+        """A node after `parent`, of the pages from number `first` on, and their part of the key."""
+        offset = first * self._page_bytes
         node = Node(
             parent=parent,
             space=parent.space,
-            start=depth,
+            start=parent.end,
             base=key,
             offset=offset,
             size=len(key) - offset,
-            pages=pages,
+            pages=np.asarray(pages, np.int32)[first:],
         )
-        first_page = node.first_page(self._page_bytes)
-        node.last_used, node.hits = self._clock, 1
+        node.last_used, node.hits, node.priority = self._clock, 1, priority
+        first_page = key[offset : offset + self._page_bytes]
         parent.children[first_page] = node
-        self.page_count += len(pages)
-        self.evictable_count += len(pages)
+        self.page_count += len(node.pages)
         self._watch.appended(parent if parent.parent is not None else parent.space, first_page)
         if self._log is not None:
             self._log.stored(node, page_bytes=self._page_bytes)
@@ -229,20 +241,17 @@ class RadixTree(Generic[W]):
 
         Returns the node to unlock, or None for an empty match.
         """
-        node = self._cut(match)
-        if node is not None:
-            self.lock_node(node)
-            self._count_use(node, priority)
-        return node
-
-    def _count_use(self, node: Node, priority: int) -> None:
+        node = above = self._cut(match)
         self._clock += 1
-        above: Node | None = node
         while above is not None:
+            if above.lock_count == 0:
+                self.evictable_count -= len(above.pages)
+            above.lock_count += 1
             above.last_used = self._clock
             above.hits += 1
             above.priority = max(above.priority, priority)
             above = above.parent
+        return node
 
     def lock_node(self, node: Node) -> None:
         """Pin [0, end) of a node."""

@@ -25,7 +25,7 @@ from scheduler_svc.core.radix_node import Node
 from scheduler_svc.core.radix_tree import PrefixMatch
 from scheduler_svc.core.request_state import TRANSITIONS, Move, State, follow
 from scheduler_svc.core.structures import Request, Slot
-from scheduler_svc.core.token_key import Namespace, token_key
+from scheduler_svc.core.token_key import TOKEN_BYTES, Namespace, token_key
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +38,8 @@ class Ticket:
     """Output tokens at which it ends at the latest: its own limit, or where the replica's room ends."""
     space: Namespace
     """The request's, made once."""
+    final_tokens: int
+    """Tokens that its pages hold at the very most: the last one made is never written."""
     state: State = State.WAITING
     was_retracted: bool = False
     turn: int = 0
@@ -59,15 +61,21 @@ class Ticket:
     def __repr__(self) -> str:
         return f"<Ticket of request {self.request.id}: {self.state.value}>"
 
+    @classmethod
+    def of(cls, request: Request, *, budget: int) -> Ticket:
+        """The ticket of a request that may make `budget` output tokens in all."""
+        return cls(
+            request=request,
+            prompt_key=token_key(request.prompt),
+            budget=budget,
+            space=request.space,
+            final_tokens=len(request.prompt) + budget - 1,
+        )
+
     @property
     def tokens_left(self) -> int:
         """Output tokens that it may still make."""
         return self.budget - len(self.request.output)
-
-    @property
-    def final_tokens(self) -> int:
-        """Tokens that its pages hold at the very most: the last one made is never written."""
-        return len(self.request.prompt) + self.budget - 1
 
     def move(self, move: Move) -> None:
         """Change the state as the table says."""
@@ -75,8 +83,15 @@ class Ticket:
 
     def key(self) -> bytes:
         """The key of prompt and output so far."""
-        output = self.request.output
-        return self.prompt_key + token_key(output) if output else self.prompt_key
+        return self.key_after(0)
+
+    def key_after(self, start: int) -> bytes:
+        """The key without its first `start` bytes."""
+        output, prompt_length = self.request.output, len(self.prompt_key)
+        if start < prompt_length:
+            beginning = self.prompt_key[start:]
+            return beginning + token_key(output) if output else beginning
+        return token_key(output[(start - prompt_length) // TOKEN_BYTES :])
 
 
 @dataclass(slots=True, eq=False)

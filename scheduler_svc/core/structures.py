@@ -54,6 +54,8 @@ class Request:
     adapter: str = ""
     """Name of the adapter (LoRA) that it runs with; "" for none. Adapters do not share prefixes."""
 
+    session: str = ""
+    """Requests of one session go to one group while that can take them."""
     group: str = ""
     """The group that took it. A request goes on there while it can, so that weights count it once."""
     is_pinned: bool = False

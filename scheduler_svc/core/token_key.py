@@ -32,6 +32,11 @@ def token_key(tokens: Sequence[int]) -> bytes:
     return array(_CODE, tokens).tobytes()
 
 
+def key_tokens(key: bytes, start: int, end: int) -> list[int]:
+    """The tokens [start, end) of a key."""
+    return array(_CODE, key[start * TOKEN_BYTES : end * TOKEN_BYTES]).tolist()
+
+
 def common_bytes(a: bytes, b: bytes, *, a_start: int = 0, b_start: int = 0, most: int | None = None) -> int:
     """How many bytes, `most` of them, agree from `a_start` in `a` and `b_start` in `b`, in whole tokens."""
     count = min(len(a) - a_start, len(b) - b_start) // TOKEN_BYTES

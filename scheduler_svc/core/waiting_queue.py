@@ -35,6 +35,8 @@ class WaitingQueue:
         self._by_turn: OrderedDict[Ticket, None] = OrderedDict()
         self._arrivals = 0
         self._departures = 0
+        self._first_turn = 0
+        """Nobody who waits has an earlier turn."""
 
     def __repr__(self) -> str:
         return f"<WaitingQueue of {len(self)}>"
@@ -80,18 +82,25 @@ class WaitingQueue:
         now: number of the step that is planned.
         """
         self._place_stale()
-        order = iter(self._order.in_order(now))
-        while (ticket := self._overdue() or _next_waiting(order)) is not None:
-            yield ticket
+        for ticket in self._order.in_order(now):
+            yield from self._overdue()
+            if ticket.state is State.WAITING:
+                yield ticket
+        yield from self._overdue()
 
     def is_overdue(self, ticket: Ticket) -> bool:
         """Whether it goes before all that are not."""
         return self._departures - ticket.turn >= self._patience
 
-    def _overdue(self) -> Ticket | None:
-        """The first of those overdue. Turns ascend, so if the first is not, none is."""
-        first = next(iter(self._by_turn), None)
-        return first if first is not None and self.is_overdue(first) else None
+    def _overdue(self) -> Iterator[Ticket]:
+        """Those overdue now, first turn first. Turns ascend, so where one is not, none behind it is."""
+        while self._departures - self._first_turn >= self._patience:
+            first = next(iter(self._by_turn), None)
+            if first is None:
+                return
+            self._first_turn = first.turn
+            if self.is_overdue(first):
+                yield first
 
     # ------------------------------------------------------------ places
 
@@ -112,8 +121,3 @@ class WaitingQueue:
         for ticket in self._pool.tree.take_stale():
             self._order.discard(ticket)
             self._place(ticket)
-
-
-def _next_waiting(order: Iterator[Ticket]) -> Ticket | None:
-    """Whoever was overdue in the meantime has gone."""
-    return next((ticket for ticket in order if ticket.state is State.WAITING), None)

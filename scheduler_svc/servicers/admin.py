@@ -8,9 +8,10 @@ from typing import NoReturn
 
 from chipmesh.scheduler.v1alpha1 import admin_pb2
 from chipmesh.scheduler.v1alpha1.admin_pb2_grpc import AdminServiceServicer
-from meshkit.errors import InvalidArgument, Unimplemented
+from meshkit.errors import InvalidArgument, Unavailable, Unimplemented
 from meshkit.rpc.handlers import Context
 from scheduler_svc.engine import Engine
+from scheduler_svc.kv_event_stream import stream_kv_events
 from scheduler_svc.mesh_view import MeshView
 from scheduler_svc.mirror import Mirror
 from scheduler_svc.worker_pool import WorkerPool
@@ -113,6 +114,22 @@ class AdminServicer(AdminServiceServicer):
         self._mirror.set_shadow(source=request.source_group, shadow=request.shadow_group, share=request.share)
         self._engine.changes.bump()
         return admin_pb2.SetShadowResponse()
+
+    async def SubscribeKvEvents(
+        self, request: admin_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[admin_pb2.SubscribeKvEventsResponse]:
+        member = self._pool.member(request.worker)
+        attached = {info.replica: batcher for info, _, batcher in self._engine.attached()}
+        batcher = attached.get(member.replica)
+        if batcher is None:
+            raise Unavailable(f"worker {request.worker!r} has no executor attached", reason="NOT_ATTACHED")
+
+        def is_current() -> bool:
+            return any(each is batcher for _, _, each in self._engine.attached())
+
+        after_seq = request.after_seq if request.HasField("after_seq") else None
+        async for message in stream_kv_events(batcher, after_seq=after_seq, is_current=is_current):
+            yield message
 
 
 def _refuse(name: str, way_out: str) -> NoReturn:

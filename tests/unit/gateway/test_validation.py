@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from chipmesh.inference.v1alpha1 import inference_pb2 as pb
-from gateway.generation_spec import GenerationSpec
+from gateway.generation_spec import GenerationSpec, Scheduling
 from gateway.models import ServedModel
 from gateway.validation import check_request_id, complete, read_options, read_token_prompt
+from meshkit.errors import InvalidArgument
 from tests.unit.gateway.tiny_model import CONTEXT_TOKENS, IM_END, VOCAB_SIZE
 
 DRAWN_SEED = 42
@@ -19,6 +20,7 @@ def spec_of(model: ServedModel, *, prompt_length: int = 2, **fields: Any) -> Gen
     request = pb.GenerateRequest(
         sampling=pb.SamplingOptions(**fields.get("sampling", {})),
         stop=pb.StopOptions(**fields.get("stop", {})),
+        scheduling=pb.SchedulingOptions(**fields.get("scheduling", {})),
     )
     options = read_options(request, model, draw_seed=lambda: DRAWN_SEED)
     prompt = [1] * prompt_length
@@ -85,3 +87,27 @@ def test_the_last_id_of_the_vocabulary_is_allowed_everywhere(tiny: ServedModel) 
 @pytest.mark.parametrize("request_id", ["", "x", "x" * 128, "with spaces, ünïcode and 漢字"])
 def test_printable_request_ids_are_allowed(request_id: str) -> None:
     check_request_id(request_id)
+
+
+def test_where_and_when_a_request_runs_is_taken_over(tiny: ServedModel) -> None:
+    given = {"priority": -1000, "cache_salt": "t" * 256, "session_key": "chat-1"}
+    scheduling = spec_of(tiny, scheduling=given).scheduling
+    assert (scheduling.priority, scheduling.session_key) == (-1000, "chat-1")
+    assert scheduling.cache_salt == "t" * 256
+    assert spec_of(tiny).scheduling == Scheduling()
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"priority": 1001}, "scheduling.priority"),
+        ({"cache_salt": "t" * 257}, "scheduling.cache_salt"),
+        ({"session_key": "t" * 257}, "scheduling.session_key"),
+    ],
+)
+def test_scheduling_beyond_its_limits_is_refused_by_its_field(
+    tiny: ServedModel, given: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        spec_of(tiny, scheduling=given)
+    assert caught.value.field == field

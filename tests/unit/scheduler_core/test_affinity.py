@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scheduler_svc.core.affinity import DEPTHS, Affinity
-from scheduler_svc.core.structures import ReplicaId
+from scheduler_svc.core.sessions import Sessions
+from scheduler_svc.core.structures import ReplicaId, Request
 from scheduler_svc.core.token_key import token_key
+from tests.unit.scheduler_core.simulated_executor import make_request
 
 A, B, C = (ReplicaId(name) for name in "abc")
+
+
+def of_session(name: str) -> Request:
+    return replace(make_request([1]), session=name)
 
 
 def key(*runs: tuple[int, int]) -> bytes:
@@ -46,3 +54,18 @@ def test_prefixes_used_longest_ago_are_forgotten_first() -> None:
         affinity.remember(key((token, 16)), salt="", replica=replica)
     found = {token: list(affinity.candidates(key((token, 16)), salt="")) for token in (1, 2, 3)}
     assert found == {1: [A], 2: [], 3: [C]}
+
+
+def test_a_session_stays_with_its_group_and_another_model_has_its_own() -> None:
+    sessions = Sessions(capacity=2)
+    first = of_session("a")
+    assert sessions.group_of(first) == ""
+    first.group = "g"
+    sessions.remember(first)
+    assert sessions.group_of(of_session("a")) == "g"
+    assert sessions.group_of(of_session("")) == ""
+    for name in ("b", "c"):
+        other = of_session(name)
+        other.group = "h"
+        sessions.remember(other)
+    assert sessions.group_of(of_session("a")) == "", "the oldest of three is forgotten"

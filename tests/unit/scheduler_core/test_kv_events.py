@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from scheduler_svc.core.errors import FellBehind
 from scheduler_svc.core.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEventLog
@@ -56,6 +56,31 @@ def test_equal_prefixes_have_equal_hashes_on_every_replica_and_others_never() ->
         for space in (Namespace("ab"), Namespace("a", "b"), Namespace("", "ab"), Namespace("b", "a"))
     ]
     assert len({plain[0], *others}) == 5
+
+
+def test_a_sequence_has_the_same_hashes_whether_it_came_in_one_piece_or_in_several() -> None:
+    chains = []
+    for pieces in ([8], [4, 8], [2, 6, 8]):
+        tree, log = recorded()
+        for end in pieces:
+            tree.insert(token_key(range(end)), list(range(end // 2)))
+        stored = [event for event in log.read(after_seq=0) if isinstance(event, BlocksStored)]
+        chains.append([block_hash for event in stored for block_hash in event.block_hashes])
+    assert chains[0] == chains[1] == chains[2]
+    assert len(set(chains[0])) == 4
+
+
+def test_after_a_split_the_snapshot_has_both_halves_with_their_own_hashes() -> None:
+    tree, log = recorded()
+    tree.insert(token_key([1, 2, 3, 4, 5, 6]), [0, 1, 2])
+    tree.insert(token_key([1, 2, 7, 8]), [0, 3])
+    reader, fresh = BlockReader(), BlockReader()
+    reader.take(log.read(after_seq=0))
+    snapshot = tree.kv_snapshot()
+    assert snapshot is not None
+    for event in snapshot.stored:
+        fresh.store(event)
+    assert fresh.blocks == reader.blocks
 
 
 def test_a_split_changes_no_block_and_tells_nothing() -> None:
@@ -148,11 +173,13 @@ def test_a_lost_replica_tells_that_its_cache_is_gone() -> None:
     assert log.read(after_seq=log.last_seq - 1) == [AllBlocksCleared(log.last_seq)]
 
 
+@settings(max_examples=max(300, settings().max_examples))
 @given(
     page_size=st.integers(1, 3),
     moves=st.lists(
         st.one_of(
-            st.lists(st.integers(0, 2), min_size=1, max_size=9),
+            st.lists(st.integers(0, 1), min_size=1, max_size=9),
+            st.lists(st.integers(0, 1), min_size=6, max_size=9),
             st.integers(0, 6),
             st.sampled_from(["clear", "read"]),
         ),

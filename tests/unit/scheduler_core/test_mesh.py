@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -41,10 +42,12 @@ class Mesh:
             self.join(replica, name)
         return self
 
-    def join(self, replica: ReplicaId, group: str, limits: ReplicaLimits | None = None) -> None:
+    def join(
+        self, replica: ReplicaId, group: str, limits: ReplicaLimits | None = None, *, on_trial: bool = False
+    ) -> None:
         limits = limits or make_limits(page_count=100)
         self.executors[replica] = SimulatedExecutor(limits)
-        self.events += self.core.add_replica(replica, group=group, limits=limits)
+        self.events += self.core.add_replica(replica, group=group, limits=limits, on_trial=on_trial)
 
     def leave(self, replica: ReplicaId, *, blame: bool = True) -> None:
         del self.executors[replica]
@@ -92,6 +95,57 @@ def test_traffic_is_split_over_groups_by_weight() -> None:
     mesh = Mesh().group("big", A, weight=80).group("small", B, weight=20)
     mesh.submit(*(make_request([n]) for n in range(50)))
     assert mesh.queued() == {A: 40, B: 10}
+
+
+def test_requests_of_a_session_stay_in_their_group_and_new_ones_follow_the_weights() -> None:
+    mesh = Mesh().group("one", A).group("two", B)
+    for number in range(12):
+        mesh.submit(replace(make_request([number]), session=f"s{number % 3}"))
+    assert mesh.queued() in ({A: 8, B: 4}, {A: 4, B: 8})
+    mesh.core.set_weights("m", {"two": 1.0})
+    mesh.submit(replace(make_request([99]), session="s0"))
+    assert sum(mesh.queued().values()) == 13
+
+
+def test_a_request_that_lost_its_replica_stays_in_its_group_and_is_counted_once() -> None:
+    mesh = Mesh().group("big", A, C, weight=80).group("small", B, weight=20)
+    mesh.submit(*(make_request([n]) for n in range(10)))
+    assert mesh.queued()[B] == 2
+    mesh.leave(C, blame=False)
+    assert mesh.queued() == {A: 8, B: 2}
+    mesh.submit(*(make_request([50 + n]) for n in range(10)))
+    assert mesh.queued() == {A: 16, B: 4}
+
+
+def test_a_replica_on_trial_takes_what_is_pinned_to_it_and_nothing_else() -> None:
+    mesh = Mesh().group("one", A)
+    mesh.join(B, "one", on_trial=True)
+    mesh.submit(*(make_request([n]) for n in range(4)))
+    assert mesh.queued() == {A: 4, B: 0}
+    mesh.submit(replace(make_request([9]), group="one", is_pinned=True, pinned_replica=B))
+    assert mesh.queued() == {A: 4, B: 1}
+    mesh.core.admit_replica(B)
+    mesh.submit(*(make_request([20 + n]) for n in range(3)))
+    assert mesh.queued()[B] == 4
+
+
+def test_a_pinned_request_goes_to_its_group_whatever_the_weight() -> None:
+    mesh = Mesh().group("one", A).group("shadow", B, weight=0)
+    mesh.submit(replace(make_request([1]), group="shadow", is_pinned=True))
+    assert mesh.queued() == {A: 0, B: 1}
+
+
+def test_a_group_may_have_a_policy_of_its_own() -> None:
+    mesh = Mesh()
+    mesh.core.configure_group("own", model="m", weight=1.0, policy="lof")
+    mesh.join(A, "own", make_limits(max_running_requests=1))
+    short, long = make_request([1], 2), make_request([2], 9)
+    mesh.submit(short, long)
+    mesh.run()
+    ends = [event.request for event in mesh.events if isinstance(event, Finished)]
+    assert ends == [long, short]
+    with pytest.raises(UnknownPolicy):
+        mesh.core.configure_group("own", model="m", weight=1.0, policy="nonsense")
 
 
 def test_weights_can_be_changed_while_running_and_groups_left_out_get_nothing() -> None:

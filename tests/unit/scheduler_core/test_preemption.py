@@ -5,7 +5,7 @@ import pytest
 from scheduler_svc.core.structures import Request
 from tests.unit.scheduler_core.simulated_executor import Drive, make_limits, make_request, oracle
 
-DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3])
 
 
 def started(
@@ -87,7 +87,7 @@ def test_without_the_option_priorities_order_the_queue_only() -> None:
 def test_those_preempted_do_not_take_back_their_room_before_the_urgent_one_has_it(depth: int) -> None:
     low = [make_request(range(20 * n, 20 * n + 8), 30) for n in range(4)]
     drive = started(depth, *low, slots=4)
-    urgent = [make_request(range(100 + 20 * n, 108 + 20 * n), 6, priority=2) for n in range(4)]
+    urgent = [make_request(range(100 + 20 * n, 108 + 20 * n), 16, priority=2) for n in range(4)]
     drive.add(*urgent)
     drive.finish()
     assert drive.batcher.preempted_count == 4

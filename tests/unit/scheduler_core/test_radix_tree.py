@@ -103,6 +103,14 @@ def test_a_look_that_is_no_use_does_not_save_a_prefix_from_eviction() -> None:
     assert tree.evict(1).tolist() == [0]
 
 
+def test_a_prefix_that_another_request_computed_again_was_used_again() -> None:
+    tree: RadixTree[str] = RadixTree(page_size=1)
+    insert(tree, [1, 2], [0, 1])
+    insert(tree, [7, 8], [3, 4])
+    insert(tree, [1, 2], [5, 6])
+    assert sorted(tree.evict(2).tolist()) == [3, 4]
+
+
 def test_a_shared_prefix_outlives_its_continuations() -> None:
     tree: RadixTree[str] = RadixTree(page_size=1)
     insert(tree, [1, 2, 3], [0, 1, 2])
@@ -174,6 +182,30 @@ def test_a_match_holds_until_the_cache_changes_where_it_ends() -> None:
     longer = tree.match(key)
     tree.clear()
     assert not tree.still_holds(longer, key)
+
+
+def test_a_watcher_is_told_of_each_change_at_the_end_of_its_match_and_of_no_other() -> None:
+    tree: RadixTree[str] = RadixTree(page_size=1)
+    insert(tree, [1, 2, 3, 4, 5], [0, 1, 2, 3, 4])
+    key = token_key([1, 2, 3, 9])
+
+    def told() -> bool:
+        stale = tree.take_stale() == ["w"]
+        tree.watch("w", tree.match(key), key)
+        return stale
+
+    tree.watch("w", tree.match(key), key)
+    insert(tree, [7, 8], [5, 6])
+    assert tree.evict(1).tolist() == [4]
+    assert not told()
+    assert tree.evict(1).tolist() == [3]  # The match ends with its node now, so something may follow it.
+    assert told()
+    insert(tree, [1, 2, 3, 4], [0, 1, 2, 3])
+    assert not told()
+    insert(tree, [1, 2, 3, 9], [0, 1, 2, 9])
+    assert told()
+    tree.clear()
+    assert told()
 
 
 def test_a_forgotten_lock_is_found_by_the_check() -> None:

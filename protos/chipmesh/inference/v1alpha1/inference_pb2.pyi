@@ -31,6 +31,7 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    SCHEDULING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model; empty: the only one served."""
     request_id: _builtins.str
@@ -49,6 +50,10 @@ class GenerateRequest(_message.Message):
     def stop(self) -> Global___StopOptions:
         """When the generation ends."""
 
+    @_builtins.property
+    def scheduling(self) -> Global___SchedulingOptions:
+        """Where and when it runs."""
+
     def __init__(
         self,
         *,
@@ -58,14 +63,45 @@ class GenerateRequest(_message.Message):
         stop: Global___StopOptions | None = ...,
         request_id: _builtins.str = ...,
         logprobs: _builtins.bool = ...,
+        scheduling: Global___SchedulingOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class SchedulingOptions(_message.Message):
+    """SchedulingOptions say where and when a request runs, among others. They never change its tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
+    priority: _builtins.int
+    """Greater goes first. Range [-1000, 1000]."""
+    cache_salt: _builtins.str
+    """Requests share cached prefixes only with those of the same salt, for example one for each tenant. At most 256 characters."""
+    session_key: _builtins.str
+    """Requests of one key go to one group while that can take them. At most 256 characters."""
+    def __init__(
+        self,
+        *,
+        priority: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
+        session_key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "priority", b"priority", "session_key", b"session_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulingOptions: _TypeAlias = SchedulingOptions  # noqa: Y015
 
 @_typing.final
 class Prompt(_message.Message):

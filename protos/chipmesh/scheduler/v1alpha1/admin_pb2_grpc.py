@@ -75,6 +75,11 @@ class AdminServiceStub:
                 request_serializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SetShadowRequest.SerializeToString,
                 response_deserializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SetShadowResponse.FromString,
                 _registered_method=True)
+        self.SubscribeKvEvents = channel.unary_stream(
+                '/chipmesh.scheduler.v1alpha1.AdminService/SubscribeKvEvents',
+                request_serializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SubscribeKvEventsRequest.SerializeToString,
+                response_deserializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SubscribeKvEventsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -137,6 +142,15 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubscribeKvEvents(self, request, context):
+        """SubscribeKvEvents sends what a worker's prefix cache holds, then its changes. The first message carries all that is cached
+        (`snapshot`) unless after_seq is still known; so does one after a reader fell behind. NOT_FOUND: unknown worker; the stream ends with
+        UNAVAILABLE when the worker's executor is replaced (its cache is gone: subscribe again).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -179,6 +193,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetShadow,
                     request_deserializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SetShadowRequest.FromString,
                     response_serializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SetShadowResponse.SerializeToString,
+            ),
+            'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribeKvEvents,
+                    request_deserializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SubscribeKvEventsRequest.FromString,
+                    response_serializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SubscribeKvEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -398,6 +417,33 @@ class AdminService:
             '/chipmesh.scheduler.v1alpha1.AdminService/SetShadow',
             chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SetShadowRequest.SerializeToString,
             chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SetShadowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeKvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/chipmesh.scheduler.v1alpha1.AdminService/SubscribeKvEvents',
+            chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SubscribeKvEventsRequest.SerializeToString,
+            chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SubscribeKvEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

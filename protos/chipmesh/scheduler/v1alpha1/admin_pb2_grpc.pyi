@@ -49,6 +49,11 @@ class AdminServiceStub:
     """SetGroup changes a group's settings. Idempotent."""
     SetShadow: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetShadowRequest, _admin_pb2.SetShadowResponse]
     """SetShadow mirrors a share of a group's traffic to another group. Idempotent."""
+    SubscribeKvEvents: _grpc.UnaryStreamMultiCallable[_admin_pb2.SubscribeKvEventsRequest, _admin_pb2.SubscribeKvEventsResponse]
+    """SubscribeKvEvents sends what a worker's prefix cache holds, then its changes. The first message carries all that is cached
+    (`snapshot`) unless after_seq is still known; so does one after a reader fell behind. NOT_FOUND: unknown worker; the stream ends with
+    UNAVAILABLE when the worker's executor is replaced (its cache is gone: subscribe again).
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -71,6 +76,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """SetGroup changes a group's settings. Idempotent."""
     SetShadow: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetShadowRequest, _admin_pb2.SetShadowResponse]  # type: ignore[assignment]
     """SetShadow mirrors a share of a group's traffic to another group. Idempotent."""
+    SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_admin_pb2.SubscribeKvEventsRequest, _admin_pb2.SubscribeKvEventsResponse]  # type: ignore[assignment]
+    """SubscribeKvEvents sends what a worker's prefix cache holds, then its changes. The first message carries all that is cached
+    (`snapshot`) unless after_seq is still known; so does one after a reader fell behind. NOT_FOUND: unknown worker; the stream ends with
+    UNAVAILABLE when the worker's executor is replaced (its cache is gone: subscribe again).
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """AdminService is for operators."""
@@ -138,5 +148,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetShadowResponse, _abc.Awaitable[_admin_pb2.SetShadowResponse]]:
         """SetShadow mirrors a share of a group's traffic to another group. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def SubscribeKvEvents(
+        self,
+        request: _admin_pb2.SubscribeKvEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.SubscribeKvEventsResponse], _abc.AsyncIterator[_admin_pb2.SubscribeKvEventsResponse]]:
+        """SubscribeKvEvents sends what a worker's prefix cache holds, then its changes. The first message carries all that is cached
+        (`snapshot`) unless after_seq is still known; so does one after a reader fell behind. NOT_FOUND: unknown worker; the stream ends with
+        UNAVAILABLE when the worker's executor is replaced (its cache is gone: subscribe again).
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

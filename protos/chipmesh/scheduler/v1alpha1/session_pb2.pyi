@@ -131,6 +131,7 @@ class SubmitRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id for logs and traces."""
     model: _builtins.str
@@ -145,6 +146,8 @@ class SubmitRequest(_message.Message):
     """Greater goes first."""
     cache_salt: _builtins.str
     """Requests share cached prefixes only with those of the same salt."""
+    session_key: _builtins.str
+    """Requests of one key go to one group while that can take them; empty: by weight alone."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt tokens, at least one."""
@@ -175,10 +178,11 @@ class SubmitRequest(_message.Message):
         traceparent: _builtins.str = ...,
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        session_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "deadline_ms", b"deadline_ms", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "max_output_tokens", b"max_output_tokens", "model", b"model", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "max_output_tokens", b"max_output_tokens", "model", b"model", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session_key", b"session_key", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
