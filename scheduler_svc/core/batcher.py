@@ -400,18 +400,20 @@ class Batcher:
     def _take_tokens(self, seats: Sequence[Seat], result: StepResult, events: list[Event]) -> None:
         """The hot loop: once per token made."""
         logprobs = [(logprob,) for logprob in result.logprobs] if result.logprobs else repeat(())
+        tell, made = events.append, TokensMade
         for seat, token, logprob in zip(seats, result.token_ids, logprobs, strict=False):
             if seat.is_dropped:
                 continue
             output = seat.output
-            events.append(TokensMade(seat.request, len(output), (token,), logprob))
+            index = len(output)
+            tell(made(seat.request, index, (token,), logprob))
             output.append(token)
             if token in seat.stop_token_ids:
                 self._end(seat.ticket)
-                events.append(Finished(seat.request, FinishReason.STOP))
-            elif len(output) >= seat.budget:
+                tell(Finished(seat.request, FinishReason.STOP))
+            elif index + 1 >= seat.budget:
                 self._end(seat.ticket)
-                events.append(Finished(seat.request, FinishReason.LENGTH))
+                tell(Finished(seat.request, FinishReason.LENGTH))
 
     def _confirm_chunk(self, chunk: PlannedChunk) -> None:
         seat = chunk.seat
