@@ -37,19 +37,29 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class ScriptedScheduler(admin_pb2_grpc.AdminServiceServicer):
-    """Answers GetMesh with `mesh`."""
+    """Answers GetMesh with `mesh`; keeps what it is asked to change."""
 
     def __init__(self) -> None:
         self.mesh = admin_pb2.Mesh()
+        self.traffic: admin_pb2.SetTrafficRequest | None = None
+        self.shadow: admin_pb2.SetShadowRequest | None = None
 
     def GetMesh(self, request: admin_pb2.GetMeshRequest, context: Any) -> admin_pb2.GetMeshResponse:
         return admin_pb2.GetMeshResponse(mesh=self.mesh)
 
+    def SetTraffic(self, request: admin_pb2.SetTrafficRequest, context: Any) -> admin_pb2.SetTrafficResponse:
+        self.traffic = request
+        return admin_pb2.SetTrafficResponse()
+
+    def SetShadow(self, request: admin_pb2.SetShadowRequest, context: Any) -> admin_pb2.SetShadowResponse:
+        self.shadow = request
+        return admin_pb2.SetShadowResponse()
+
     def unused(self, request: Any, context: Any) -> Any:
-        """RPCs that `status` never calls."""
+        """RPCs that the command line never calls."""
         raise NotImplementedError
 
-    WatchMesh = SetTraffic = SwapChip = DrainWorker = FlushCache = SetGroup = SetShadow = unused
+    WatchMesh = SwapChip = DrainWorker = FlushCache = SetGroup = SubscribeKvEvents = unused
 
 
 @contextlib.contextmanager
