@@ -20,6 +20,7 @@ from scheduler_svc.executor_link import ExecutorLink, LinkSettings
 from scheduler_svc.groups import GroupTable
 from scheduler_svc.live_request import ReplicaInfo
 from scheduler_svc.parity import ParityGate, other_class
+from scheduler_svc.swaps import Swaps
 
 log = get_logger(__name__)
 
@@ -100,6 +101,7 @@ class WorkerPool:
         self._loop = asyncio.get_running_loop()
         self._members: dict[str, Member] = {}
         self._keepers: set[asyncio.Task[None]] = set()
+        self.swaps = Swaps()
 
     def __repr__(self) -> str:
         states = ", ".join(f"{member.worker}: {member.state.value}" for member in self._members.values())
@@ -149,7 +151,10 @@ class WorkerPool:
             )
         self._groups.join(request.group, model=request.model)
         if member is not None:
-            self._release(member, "replaced by a new executor")
+            swap = self.swaps.running(request.worker_id)
+            if swap is not None:
+                swap.reach("fence")
+            self._release(member, "replaced by a new executor", blame=swap is None)
         return self._begin(request, peer_host)
 
     def _begin(self, request: registry_pb2.RegisterRequest, peer_host: str) -> Member:
@@ -180,6 +185,8 @@ class WorkerPool:
                 reason="LEASE_UNKNOWN",
             )
         self._renew(member)
+        if request.HasField("swap"):
+            self.swaps.heard(member.worker, request.swap)
         if request.instance_id != member.registration.instance_id:
             member.next_instance_id = request.instance_id
             self._executor_gone(member, f"its supervisor has instance {request.instance_id!r} now")
@@ -224,17 +231,17 @@ class WorkerPool:
             task.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
-    def _release(self, member: Member, reason: str) -> None:
+    def _release(self, member: Member, reason: str, *, blame: bool = True) -> None:
         if member.lease_timer is not None:
             member.lease_timer.cancel()
-        self._executor_gone(member, reason)
+        self._executor_gone(member, reason, blame=blame)
         if member.keeper is not None:
             member.keeper.cancel()
 
-    def _executor_gone(self, member: Member, reason: str) -> None:
+    def _executor_gone(self, member: Member, reason: str, *, blame: bool = True) -> None:
         member.executor_ready.clear()
         if member.link is not None:
-            member.link.close(reason)
+            member.link.close(reason, blame=blame)
 
     # ------------------------------------------------------------ leases
 
@@ -258,6 +265,7 @@ class WorkerPool:
             return
         log.warning("lease ended", worker=member.worker, instance_id=member.registration.instance_id)
         member.lost = f"no heartbeat for {self._config.lease_duration_s} s"
+        self.swaps.lost(member.worker, member.lost)
         self._release(member, f"lease ended: {member.lost}")
         member.lease_timer = self._loop.call_later(self._config.forget_lost_after_s, self._forget, member)
         self._engine.changes.bump()
@@ -321,7 +329,12 @@ class WorkerPool:
         parity = self._groups.config(info.group).parity
         peer = None if parity is None else other_class(info, self._serving(info.group, but=member))
         member.on_trial, member.kept_out = peer is not None, ""
+        swap = self.swaps.running(member.worker)
+        if swap is not None and swap.stage == "fence":
+            swap.reach("parity" if member.on_trial else "replay")
         self._engine.add_replica(info, limits, wake=link.wake, on_trial=member.on_trial)
+        if swap is not None and swap.stage == "replay":
+            swap.reach("done", 1.0)
         if parity is not None and peer is not None:
             trial = asyncio.create_task(
                 self._try(member, link, ParityGate(self._engine, parity), info, peer),
@@ -342,6 +355,11 @@ class WorkerPool:
         if member.link is not link or not link.attached:
             return  # It is gone, and its successor has a trial of its own.
         member.on_trial, member.kept_out = False, reason
+        if (swap := self.swaps.running(member.worker)) is not None:
+            if reason:
+                swap.fail(f"the new executor is attached, and gets no requests: {reason}", reason="PARITY")
+            else:
+                swap.reach("done", 1.0)
         if reason:
             log.error("replica kept out", worker=info.worker, numeric_class=info.numeric_class, reason=reason)
         else:

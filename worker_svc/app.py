@@ -44,6 +44,7 @@ class WorkerService:
         self.registrar = Registrar(self._channel, on_registered=self._tell_ready)
         self._metrics = WorkerMetrics(Metrics(), config)
         self.supervisor = Supervisor(config, self.registrar, on_change=self._refresh)
+        self.registrar.on_swap = self.supervisor.order_swap
         self._rpc = RpcServer(listen=config.listen, reflection=config.reflection)
         self._http = ObservabilityServer(config.http_listen, self._metrics.registry, self._health)
 

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from chipmesh.scheduler.v1alpha1.registry_pb2 import DeregisterRequest, HeartbeatRequest, RegisterRequest
+from chipmesh.scheduler.v1alpha1.registry_pb2 import (
+    DeregisterRequest,
+    HeartbeatRequest,
+    RegisterRequest,
+    SwapOrder,
+    SwapProgress,
+)
 from chipmesh.scheduler.v1alpha1.registry_pb2_grpc import WorkerRegistryServiceStub
 from meshkit.errors import (
     AlreadyExists,
@@ -62,10 +68,14 @@ class Registrar:
         *,
         times: RegistrationTimes | None = None,
         on_registered: Callable[[RegisterRequest], None] | None = None,
+        on_swap: Callable[[SwapOrder], None] | None = None,
     ) -> None:
+        """on_swap: called with every order that a heartbeat brings, the same one again and again."""
         self._stub: WorkerRegistryServiceAsyncStub = WorkerRegistryServiceStub(channel)
         self._times = times or RegistrationTimes()
         self._on_registered = on_registered
+        self.on_swap = on_swap
+        self._swap: SwapProgress | None = None
         self._announced: RegisterRequest | None = None
         self._instance_id = ""
         self._state = ExecutorState.EXECUTOR_STATE_STARTING
@@ -88,6 +98,11 @@ class Registrar:
         self._state = state
         if instance_id is not None:
             self._instance_id = instance_id
+        self._news.set()
+
+    def tell_swap(self, progress: SwapProgress) -> None:
+        """How far a swap is; the next heartbeat says so, at once."""
+        self._swap = progress
         self._news.set()
 
     async def run(self) -> None:
@@ -164,9 +179,10 @@ class Registrar:
             lease_id=lease.id,
             instance_id=self._instance_id,
             executor_state=self._state,
+            swap=self._swap,
         )
         try:
-            await self._stub.Heartbeat(request, timeout=max(2 * lease.interval_s, 0.5))
+            answer = await self._stub.Heartbeat(request, timeout=max(2 * lease.interval_s, 0.5))
         except grpc.aio.AioRpcError as raw:
             error = from_rpc_error(raw)
             if isinstance(error, NotFound):
@@ -177,6 +193,9 @@ class Registrar:
                 raise error from raw
             else:
                 log.warning("heartbeat failed", error=error.message)
+            return
+        if answer.HasField("swap") and self.on_swap is not None:
+            self.on_swap(answer.swap)
 
 
 def _may_pass(error: MeshError, *, patient: bool) -> bool:

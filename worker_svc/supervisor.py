@@ -10,13 +10,14 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
 from chipmesh.device.v1alpha1.plugin_pb2 import ProbeRequest, ProbeResponse
 from chipmesh.device.v1alpha1.plugin_pb2_grpc import PluginServiceStub
+from chipmesh.scheduler.v1alpha1.registry_pb2 import SwapOrder, SwapProgress
 from meshkit.errors import MeshError, Unavailable
 from meshkit.rpc.channel import open_channel
 from meshkit.telemetry.logging import get_logger
@@ -72,6 +73,9 @@ class Supervisor:
         given = config.takeover_token
         self._takeover_token = given.get_secret_value() if given else secrets.token_hex(16)
         self._executor: _Executor | None = None
+        self._swap_id = ""
+        self._swapping: asyncio.Task[None] | None = None
+        self._swapped = asyncio.Event()
         self.status = SupervisorStatus()
 
     def __repr__(self) -> str:
@@ -98,7 +102,7 @@ class Supervisor:
         Raises:
             MeshError: it failed; a first start is not tried again, since its cause will stay.
         """
-        self._executor = await self._launch()
+        self._executor = await self._launch(self._config)
         self._announce(self._executor)
 
     async def run(self) -> None:
@@ -112,12 +116,61 @@ class Supervisor:
             loop = asyncio.get_running_loop()
             began = loop.time()
             reason = await self._watch(executor)
+            if reason is None:
+                continue  # Another executor has taken its place.
             lasted_s = loop.time() - began
             log.error("executor is lost", reason=reason, pid=executor.process.pid, lasted_s=lasted_s)
             self._set_state(ExecutorState.EXECUTOR_STATE_DEAD, executor.process.instance_id)
             await self._bury(executor)
+            if self._swapping is not None:
+                await asyncio.wait({self._swapping})  # Its new executor serves too, and is loading already.
+                if self._executor is not executor:
+                    continue
             self._executor = await self._launch_again()
             self._announce(self._executor)
+
+    def order_swap(self, order: SwapOrder) -> None:
+        """Put another executor in the present one's place, under the same worker id. An order is carried out
+        once, however often it comes; its progress goes with the heartbeats. One that fails leaves the present
+        executor serving.
+        """
+        if order.swap_id == self._swap_id or self._swapping is not None:
+            return
+        self._swap_id = order.swap_id
+        self._swapping = asyncio.create_task(self._swap(order), name=f"swap {order.swap_id}")
+        self._swapping.add_done_callback(self._swap_ended)
+
+    def _swap_ended(self, task: asyncio.Task[None]) -> None:
+        self._swapping = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("swap ended by a fault of ours", error=repr(error))
+
+    async def _swap(self, order: SwapOrder) -> None:
+        def tell(stage: str, fraction: float, **failure: str) -> None:
+            progress = SwapProgress(swap_id=order.swap_id, stage=stage, fraction=fraction, **failure)
+            self._registrar.tell_swap(progress)
+
+        changes = {
+            "backend": order.backend, "device": order.device, "backend_options": dict(order.backend_options)
+        }  # fmt: skip
+        wanted = self._config.model_copy(update=changes)
+        tell("load", 0.0)
+        try:
+            new = await self._launch(wanted, beside=tell)
+        except MeshError as error:
+            log.error(
+                "swap failed, the present executor serves on", backend=order.backend, error=error.message
+            )
+            tell("failed", 1.0, error=error.message, reason=error.reason)
+            return
+        old, self._executor, self._config = self._executor, new, wanted
+        self._announce(new)
+        self._swapped.set()
+        tell("register", 0.0)
+        await self._registrar.registered.wait()
+        if old is not None:
+            await self._bury(old)
+        log.info("swapped", backend=order.backend, instance_id=new.process.instance_id)
 
     async def stop(self) -> None:
         """Tell the scheduler, let running requests end, then end the executor.
@@ -133,17 +186,23 @@ class Supervisor:
             log.info("drained" if drained else "requests move, the time to drain is over")
 
     async def close(self) -> None:
-        """End the executor's process."""
+        """End the executor's process, and one that is being loaded in its place."""
+        if self._swapping is not None:
+            self._swapping.cancel()
+            await asyncio.gather(self._swapping, return_exceptions=True)
         executor, self._executor = self._executor, None
         if executor is not None:
             await self._bury(executor)
 
     # ---- starting
 
-    async def _launch(self) -> _Executor:
-        config = self._config
-        settings = self._settings()
-        self._set_state(ExecutorState.EXECUTOR_STATE_STARTING, settings.instance_id)
+    async def _launch(
+        self, config: WorkerConfig, *, beside: Callable[[str, float], None] | None = None
+    ) -> _Executor:
+        """beside: gets the progress of one that is loaded while another serves; None: it is the only one."""
+        settings = _settings(config)
+        if beside is None:
+            self._set_state(ExecutorState.EXECUTOR_STATE_STARTING, settings.instance_id)
         process = await spawn_executor(
             settings,
             python=config.executor.python,
@@ -155,17 +214,23 @@ class Supervisor:
         )
         channel = open_channel(process.address, traced=False)
         try:
-            ready = await self._set_up(process, channel)
+            ready = await self._set_up(process, channel, config, beside or self._on_progress)
         except BaseException:
             await channel.close()
             await process.stop(timeout_s=config.executor.stop_timeout_s)
             raise
         return _Executor(process, channel, ready)
 
-    async def _set_up(self, process: ExecutorProcess, channel: grpc.aio.Channel) -> ReadyExecutor:
+    async def _set_up(
+        self,
+        process: ExecutorProcess,
+        channel: grpc.aio.Channel,
+        config: WorkerConfig,
+        progress: Callable[[str, float], None],
+    ) -> ReadyExecutor:
         """Set the executor up; its death while it loads is an error at once, not a broken call later."""
         setup = asyncio.create_task(
-            set_up_executor(channel, self._config, progress=self._on_progress), name="executor setup"
+            set_up_executor(channel, config, progress=progress), name="executor setup"
         )
         death = asyncio.create_task(process.wait(), name="executor death")
         try:
@@ -189,7 +254,7 @@ class Supervisor:
             await asyncio.sleep(backoff_s)
             self.status.restarts += 1
             try:
-                return await self._launch()
+                return await self._launch(self._config)
             except MeshError as error:
                 failures += 1
                 if failures > limits.max_restarts:
@@ -202,26 +267,6 @@ class Supervisor:
                 log.warning("executor could not be started", error=error.message, attempt=failures)
                 backoff_s = min(backoff_s * 2, limits.restart_backoff_max_s)
 
-    def _settings(self) -> ExecutorSettings:
-        config = self._config
-        return ExecutorSettings(
-            backend=config.backend,
-            backend_options=config.backend_options,
-            instance_id=f"{config.worker_id}-{secrets.token_hex(6)}",
-            device=config.device,
-            listen=config.executor.listen,
-            cache_dir=config.cache_dir,
-            tracing=config.tracing,
-            log_level=config.log_level,
-            reflection=config.reflection,
-            hung_after_s=config.executor.hung_after_s,
-            span_attributes={
-                "chipmesh.worker": config.worker_id,
-                "chipmesh.group": config.group,
-                "chipmesh.model": config.model,
-            },
-        )
-
     def _announce(self, executor: _Executor) -> None:
         request = registration_of(
             executor.ready, self._config, executor.process, takeover_token=self._takeover_token
@@ -232,17 +277,24 @@ class Supervisor:
 
     # ---- watching
 
-    async def _watch(self, executor: _Executor) -> str:
-        """Return when the executor must be replaced: why."""
+    async def _watch(self, executor: _Executor) -> str | None:
+        """Return when the executor must be replaced: why; None where it was."""
+        self._swapped.clear()
+        if self._executor is not executor:
+            return None
         death = asyncio.create_task(executor.process.wait(), name="executor death")
         illness = asyncio.create_task(self._probe_until_ill(executor), name="executor probe")
+        swapped = asyncio.create_task(self._swapped.wait(), name="executor swap")
+        tasks: set[asyncio.Task[Any]] = {death, illness, swapped}
         try:
-            done, _ = await asyncio.wait({death, illness}, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if self._executor is not executor:
+                return None
+            return str(next(iter(done - {swapped})).result())
         finally:
-            for task in (death, illness):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(death, illness, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _probe_until_ill(self, executor: _Executor) -> str:
         stub: PluginServiceAsyncStub = PluginServiceStub(executor.channel)
@@ -290,6 +342,26 @@ class Supervisor:
 def log_progress(stage: str, fraction: float) -> None:
     """The event that the command line shows as a progress bar."""
     log.info("load_progress", stage=stage, fraction=fraction)
+
+
+def _settings(config: WorkerConfig) -> ExecutorSettings:
+    return ExecutorSettings(
+        backend=config.backend,
+        backend_options=config.backend_options,
+        instance_id=f"{config.worker_id}-{secrets.token_hex(6)}",
+        device=config.device,
+        listen=config.executor.listen,
+        cache_dir=config.cache_dir,
+        tracing=config.tracing,
+        log_level=config.log_level,
+        reflection=config.reflection,
+        hung_after_s=config.executor.hung_after_s,
+        span_attributes={
+            "chipmesh.worker": config.worker_id,
+            "chipmesh.group": config.group,
+            "chipmesh.model": config.model,
+        },
+    )
 
 
 def _environment(config: WorkerConfig) -> Mapping[str, str]:

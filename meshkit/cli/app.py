@@ -205,6 +205,27 @@ def status(
     return EXIT_OK
 
 
+@app.command()
+def swap(
+    worker: Annotated[str, typer.Argument(help="The worker, as `chipmesh status` names it.")],
+    to: Annotated[str, typer.Option(help="Name of the plugin of the new chip.")],
+    device: Annotated[int, typer.Option(min=0, help="Index of the new chip.")] = 0,
+    option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the plugin; may be repeated.")
+    ] = None,
+    emulate: Emulate = False,
+    endpoint: SchedulerEndpoint = None,
+    as_json: AsJson = False,
+) -> int:
+    """Change a worker's chip while its streams run: the new one is loaded beside the old, then takes over."""
+    from meshkit.cli.swap import swap_chip
+    from meshkit.cli.tools import plugin_options
+
+    options = plugin_options(option, emulate=emulate)
+    swap_chip(worker, backend=to, device=device, options=options, endpoint=endpoint, as_json=as_json)
+    return EXIT_OK
+
+
 traffic = typer.Typer(help="How requests are split among a model's groups.", no_args_is_help=True)
 app.add_typer(traffic, name="traffic")
 

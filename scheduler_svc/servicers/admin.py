@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import NoReturn
 
 from chipmesh.scheduler.v1alpha1 import admin_pb2
 from chipmesh.scheduler.v1alpha1.admin_pb2_grpc import AdminServiceServicer
-from meshkit.errors import InvalidArgument, Unavailable, Unimplemented
+from meshkit.errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
 from meshkit.rpc.handlers import Context
 from scheduler_svc.engine import Engine
 from scheduler_svc.kv_event_stream import stream_kv_events
@@ -98,10 +99,35 @@ class AdminServicer(AdminServiceServicer):
         self._engine.changes.bump()
         return admin_pb2.FlushCacheResponse(flushed_pages=flushed)
 
-    async def SwapChip(  # type: ignore[override]  # a coroutine
+    async def SwapChip(
         self, request: admin_pb2.SwapChipRequest, context: Context
-    ) -> None:
-        _refuse("SwapChip", "restart the worker with the other backend instead")
+    ) -> AsyncIterator[admin_pb2.SwapChipResponse]:
+        if not request.backend:
+            raise InvalidArgument("backend is empty; name the plugin of the new chip", field="backend")
+        member = self._pool.member(request.worker)
+        if member.lost is not None:
+            raise FailedPrecondition(
+                f"worker {request.worker!r} is lost ({member.lost}); start it with the other backend",
+                field="worker",
+                reason="WORKER_LOST",
+            )
+        options = dict(request.backend_options)
+        if request.emulate:
+            options["emulate"] = "true"
+        swap = self._pool.swaps.begin(
+            member.worker,
+            swap_id=f"swap-{secrets.token_hex(6)}",
+            backend=request.backend,
+            device=request.device,
+            options=options,
+        )
+        while not swap.is_over:
+            swap.changed.clear()
+            yield admin_pb2.SwapChipResponse(stage=swap.stage, fraction=swap.fraction)
+            await swap.changed.wait()
+        if swap.error is not None:
+            raise swap.error
+        yield admin_pb2.SwapChipResponse(stage=swap.stage, fraction=swap.fraction)
 
     async def SetGroup(
         self, request: admin_pb2.SetGroupRequest, context: Context

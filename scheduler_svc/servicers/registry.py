@@ -41,7 +41,7 @@ class RegistryServicer(WorkerRegistryServiceServicer):
         if request.executor_state == ExecutorState.EXECUTOR_STATE_UNSPECIFIED:
             raise InvalidArgument("executor_state is unspecified; say what it is", field="executor_state")
         self._pool.heartbeat(request)
-        return registry_pb2.HeartbeatResponse()
+        return registry_pb2.HeartbeatResponse(swap=self._pool.swaps.order_for(request.worker_id))
 
     async def Deregister(
         self, request: registry_pb2.DeregisterRequest, context: Context

@@ -146,9 +146,6 @@ async def test_what_this_version_lacks_says_so(mesh: Any) -> None:
     async with mesh() as m:
         with pytest.raises(Unimplemented, match="not in this version"):
             await m.call(m.admin.SetGroup, admin_pb2.SetGroupRequest(group="g"))
-        swap = m.admin.SwapChip(admin_pb2.SwapChipRequest(worker="w0"))
-        with pytest.raises(Unimplemented, match="not in this version"):
-            await m.call(lambda _: swap.read(), None)
 
 
 async def test_health_says_serving_and_http_shows_the_parts_and_the_known_metrics(mesh: Any) -> None:

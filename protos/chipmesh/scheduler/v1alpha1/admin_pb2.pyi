@@ -516,10 +516,31 @@ class SwapChipRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class BackendOptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     EMULATE_FIELD_NUMBER: _builtins.int
+    BACKEND_OPTIONS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """The worker."""
     backend: _builtins.str
@@ -528,6 +549,10 @@ class SwapChipRequest(_message.Message):
     """Device index of the new executor."""
     emulate: _builtins.bool
     """Allow an emulated chip."""
+    @_builtins.property
+    def backend_options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Options of the new backend."""
+
     def __init__(
         self,
         *,
@@ -535,10 +560,11 @@ class SwapChipRequest(_message.Message):
         backend: _builtins.str = ...,
         device: _builtins.int = ...,
         emulate: _builtins.bool = ...,
+        backend_options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "device", b"device", "emulate", b"emulate", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "backend_options", b"backend_options", "device", b"device", "emulate", b"emulate", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

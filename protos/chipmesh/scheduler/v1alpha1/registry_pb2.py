@@ -27,27 +27,35 @@ from chipmesh.device.v1alpha1 import plugin_pb2 as chipmesh_dot_device_dot_v1alp
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*chipmesh/scheduler/v1alpha1/registry.proto\x12\x1b\x63hipmesh.scheduler.v1alpha1\x1a(chipmesh/device/v1alpha1/execution.proto\x1a%chipmesh/device/v1alpha1/plugin.proto\x1a\x1egoogle/protobuf/duration.proto\"\xe4\x03\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x18\n\x10\x65xecutor_address\x18\x03 \x01(\t\x12\r\n\x05group\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12?\n\x06plugin\x18\x06 \x01(\x0b\x32/.chipmesh.device.v1alpha1.GetPluginInfoResponse\x12@\n\x0c\x63\x61pabilities\x18\x07 \x01(\x0b\x32*.chipmesh.device.v1alpha1.CapabilityReport\x12;\n\x0cloaded_model\x18\x08 \x01(\x0b\x32%.chipmesh.device.v1alpha1.LoadedModel\x12\x12\n\npage_count\x18\t \x01(\r\x12\x18\n\x10page_size_tokens\x18\n \x01(\r\x12\x11\n\tmax_slots\x18\x0b \x01(\r\x12\x19\n\x0c\x63hunk_tokens\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0etakeover_token\x18\r \x01(\t\x12\x16\n\x0esupervisor_pid\x18\x0e \x01(\r\x12\x14\n\x0c\x65xecutor_pid\x18\x0f \x01(\rB\x0f\n\r_chunk_tokens\"\xa4\x01\n\x10RegisterResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0elease_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cscheduler_id\x18\x04 \x01(\t\"\xc0\x02\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12S\n\x0e\x65xecutor_state\x18\x04 \x01(\x0e\x32;.chipmesh.scheduler.v1alpha1.HeartbeatRequest.ExecutorState\"\x9c\x01\n\rExecutorState\x12\x1e\n\x1a\x45XECUTOR_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45XECUTOR_STATE_STARTING\x10\x01\x12\x18\n\x14\x45XECUTOR_STATE_READY\x10\x02\x12\x17\n\x13\x45XECUTOR_STATE_DEAD\x10\x03\x12\x1b\n\x17\x45XECUTOR_STATE_DRAINING\x10\x04\"\x13\n\x11HeartbeatResponse\"8\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse2\xdb\x02\n\x15WorkerRegistryService\x12g\n\x08Register\x12,.chipmesh.scheduler.v1alpha1.RegisterRequest\x1a-.chipmesh.scheduler.v1alpha1.RegisterResponse\x12j\n\tHeartbeat\x12-.chipmesh.scheduler.v1alpha1.HeartbeatRequest\x1a..chipmesh.scheduler.v1alpha1.HeartbeatResponse\x12m\n\nDeregister\x12..chipmesh.scheduler.v1alpha1.DeregisterRequest\x1a/.chipmesh.scheduler.v1alpha1.DeregisterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*chipmesh/scheduler/v1alpha1/registry.proto\x12\x1b\x63hipmesh.scheduler.v1alpha1\x1a(chipmesh/device/v1alpha1/execution.proto\x1a%chipmesh/device/v1alpha1/plugin.proto\x1a\x1egoogle/protobuf/duration.proto\"\xe4\x03\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x18\n\x10\x65xecutor_address\x18\x03 \x01(\t\x12\r\n\x05group\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12?\n\x06plugin\x18\x06 \x01(\x0b\x32/.chipmesh.device.v1alpha1.GetPluginInfoResponse\x12@\n\x0c\x63\x61pabilities\x18\x07 \x01(\x0b\x32*.chipmesh.device.v1alpha1.CapabilityReport\x12;\n\x0cloaded_model\x18\x08 \x01(\x0b\x32%.chipmesh.device.v1alpha1.LoadedModel\x12\x12\n\npage_count\x18\t \x01(\r\x12\x18\n\x10page_size_tokens\x18\n \x01(\r\x12\x11\n\tmax_slots\x18\x0b \x01(\r\x12\x19\n\x0c\x63hunk_tokens\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0etakeover_token\x18\r \x01(\t\x12\x16\n\x0esupervisor_pid\x18\x0e \x01(\r\x12\x14\n\x0c\x65xecutor_pid\x18\x0f \x01(\rB\x0f\n\r_chunk_tokens\"\xa4\x01\n\x10RegisterResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0elease_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cscheduler_id\x18\x04 \x01(\t\"\xf9\x02\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12S\n\x0e\x65xecutor_state\x18\x04 \x01(\x0e\x32;.chipmesh.scheduler.v1alpha1.HeartbeatRequest.ExecutorState\x12\x37\n\x04swap\x18\x05 \x01(\x0b\x32).chipmesh.scheduler.v1alpha1.SwapProgress\"\x9c\x01\n\rExecutorState\x12\x1e\n\x1a\x45XECUTOR_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45XECUTOR_STATE_STARTING\x10\x01\x12\x18\n\x14\x45XECUTOR_STATE_READY\x10\x02\x12\x17\n\x13\x45XECUTOR_STATE_DEAD\x10\x03\x12\x1b\n\x17\x45XECUTOR_STATE_DRAINING\x10\x04\"I\n\x11HeartbeatResponse\x12\x34\n\x04swap\x18\x01 \x01(\x0b\x32&.chipmesh.scheduler.v1alpha1.SwapOrder\"\xc9\x01\n\tSwapOrder\x12\x0f\n\x07swap_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\r\x12S\n\x0f\x62\x61\x63kend_options\x18\x04 \x03(\x0b\x32:.chipmesh.scheduler.v1alpha1.SwapOrder.BackendOptionsEntry\x1a\x35\n\x13\x42\x61\x63kendOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"_\n\x0cSwapProgress\x12\x0f\n\x07swap_id\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x10\n\x08\x66raction\x18\x03 \x01(\x01\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\"8\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse2\xdb\x02\n\x15WorkerRegistryService\x12g\n\x08Register\x12,.chipmesh.scheduler.v1alpha1.RegisterRequest\x1a-.chipmesh.scheduler.v1alpha1.RegisterResponse\x12j\n\tHeartbeat\x12-.chipmesh.scheduler.v1alpha1.HeartbeatRequest\x1a..chipmesh.scheduler.v1alpha1.HeartbeatResponse\x12m\n\nDeregister\x12..chipmesh.scheduler.v1alpha1.DeregisterRequest\x1a/.chipmesh.scheduler.v1alpha1.DeregisterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'chipmesh.scheduler.v1alpha1.registry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SWAPORDER_BACKENDOPTIONSENTRY']._loaded_options = None
+  _globals['_SWAPORDER_BACKENDOPTIONSENTRY']._serialized_options = b'8\001'
   _globals['_REGISTERREQUEST']._serialized_start=189
   _globals['_REGISTERREQUEST']._serialized_end=673
   _globals['_REGISTERRESPONSE']._serialized_start=676
   _globals['_REGISTERRESPONSE']._serialized_end=840
   _globals['_HEARTBEATREQUEST']._serialized_start=843
-  _globals['_HEARTBEATREQUEST']._serialized_end=1163
-  _globals['_HEARTBEATREQUEST_EXECUTORSTATE']._serialized_start=1007
-  _globals['_HEARTBEATREQUEST_EXECUTORSTATE']._serialized_end=1163
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1165
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1184
-  _globals['_DEREGISTERREQUEST']._serialized_start=1186
-  _globals['_DEREGISTERREQUEST']._serialized_end=1242
-  _globals['_DEREGISTERRESPONSE']._serialized_start=1244
-  _globals['_DEREGISTERRESPONSE']._serialized_end=1264
-  _globals['_WORKERREGISTRYSERVICE']._serialized_start=1267
-  _globals['_WORKERREGISTRYSERVICE']._serialized_end=1614
+  _globals['_HEARTBEATREQUEST']._serialized_end=1220
+  _globals['_HEARTBEATREQUEST_EXECUTORSTATE']._serialized_start=1064
+  _globals['_HEARTBEATREQUEST_EXECUTORSTATE']._serialized_end=1220
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1222
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1295
+  _globals['_SWAPORDER']._serialized_start=1298
+  _globals['_SWAPORDER']._serialized_end=1499
+  _globals['_SWAPORDER_BACKENDOPTIONSENTRY']._serialized_start=1446
+  _globals['_SWAPORDER_BACKENDOPTIONSENTRY']._serialized_end=1499
+  _globals['_SWAPPROGRESS']._serialized_start=1501
+  _globals['_SWAPPROGRESS']._serialized_end=1596
+  _globals['_DEREGISTERREQUEST']._serialized_start=1598
+  _globals['_DEREGISTERREQUEST']._serialized_end=1654
+  _globals['_DEREGISTERRESPONSE']._serialized_start=1656
+  _globals['_DEREGISTERRESPONSE']._serialized_end=1676
+  _globals['_WORKERREGISTRYSERVICE']._serialized_start=1679
+  _globals['_WORKERREGISTRYSERVICE']._serialized_end=2026
 # @@protoc_insertion_point(module_scope)

@@ -5,9 +5,11 @@ isort:skip_file
 
 from chipmesh.device.v1alpha1 import execution_pb2 as _execution_pb2
 from chipmesh.device.v1alpha1 import plugin_pb2 as _plugin_pb2
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -185,6 +187,7 @@ class HeartbeatRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     EXECUTOR_STATE_FIELD_NUMBER: _builtins.int
+    SWAP_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker."""
     lease_id: _builtins.str
@@ -193,6 +196,10 @@ class HeartbeatRequest(_message.Message):
     """The executor that it has now."""
     executor_state: Global___HeartbeatRequest.ExecutorState.ValueType
     """Its state."""
+    @_builtins.property
+    def swap(self) -> Global___SwapProgress:
+        """How far the last swap that was ordered is; absent where none was."""
+
     def __init__(
         self,
         *,
@@ -200,10 +207,11 @@ class HeartbeatRequest(_message.Message):
         lease_id: _builtins.str = ...,
         instance_id: _builtins.str = ...,
         executor_state: Global___HeartbeatRequest.ExecutorState.ValueType = ...,
+        swap: Global___SwapProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["swap", b"swap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_state", b"executor_state", "instance_id", b"instance_id", "lease_id", b"lease_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_state", b"executor_state", "instance_id", b"instance_id", "lease_id", b"lease_id", "swap", b"swap", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,20 +219,121 @@ Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
 
 @_typing.final
 class HeartbeatResponse(_message.Message):
-    """HeartbeatResponse is empty."""
+    """HeartbeatResponse carries orders."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SWAP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def swap(self) -> Global___SwapOrder:
+        """Put another executor in this one's place; sent again until it has ended."""
+
     def __init__(
         self,
+        *,
+        swap: Global___SwapOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["swap", b"swap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["swap", b"swap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatResponse: _TypeAlias = HeartbeatResponse  # noqa: Y015
+
+@_typing.final
+class SwapOrder(_message.Message):
+    """SwapOrder says which executor is to serve under the same worker id."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class BackendOptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SWAP_ID_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    BACKEND_OPTIONS_FIELD_NUMBER: _builtins.int
+    swap_id: _builtins.str
+    """Id of the order: the same one is carried out once."""
+    backend: _builtins.str
+    """Backend of the new executor."""
+    device: _builtins.int
+    """Device index of the new executor."""
+    @_builtins.property
+    def backend_options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Options of the backend."""
+
+    def __init__(
+        self,
+        *,
+        swap_id: _builtins.str = ...,
+        backend: _builtins.str = ...,
+        device: _builtins.int = ...,
+        backend_options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "backend_options", b"backend_options", "device", b"device", "swap_id", b"swap_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapOrder: _TypeAlias = SwapOrder  # noqa: Y015
+
+@_typing.final
+class SwapProgress(_message.Message):
+    """SwapProgress tells how far an order is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SWAP_ID_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    FRACTION_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    swap_id: _builtins.str
+    """Id of the order."""
+    stage: _builtins.str
+    """Stage, for people."""
+    fraction: _builtins.float
+    """Range [0, 1] within the stage."""
+    error: _builtins.str
+    """Why it failed, where it did: the old executor serves on."""
+    reason: _builtins.str
+    """Reason of that error in UPPER_SNAKE."""
+    def __init__(
+        self,
+        *,
+        swap_id: _builtins.str = ...,
+        stage: _builtins.str = ...,
+        fraction: _builtins.float = ...,
+        error: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fraction", b"fraction", "reason", b"reason", "stage", b"stage", "swap_id", b"swap_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapProgress: _TypeAlias = SwapProgress  # noqa: Y015
 
 @_typing.final
 class DeregisterRequest(_message.Message):

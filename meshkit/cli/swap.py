@@ -1,0 +1,74 @@
+"""`chipmesh swap`: another chip under the same worker id, while its streams run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+
+from chipmesh.scheduler.v1alpha1 import admin_pb2, admin_pb2_grpc
+from meshkit.cli.backend_options import read_backend_options
+from meshkit.cli.generation import translated_errors
+from meshkit.cli.state import require_endpoint, state_dir_from_environment
+from meshkit.cli.terminal import print_json
+from meshkit.errors import Unavailable
+from meshkit.rpc.channel import open_channel
+
+Show = Callable[[admin_pb2.SwapChipResponse], None]
+
+
+def swap_chip(
+    worker: str,
+    *,
+    backend: str,
+    device: int,
+    options: Sequence[str],
+    endpoint: str | None,
+    as_json: bool,
+) -> None:
+    """Swap, show the stages as they come, and say how long it took.
+
+    Raises:
+        MeshError: the worker is not there, or the new executor did not start: the old one serves on.
+    """
+    request = admin_pb2.SwapChipRequest(
+        worker=worker,
+        backend=backend,
+        device=device,
+        backend_options=read_backend_options(options, flag="--option"),
+    )
+    address = require_endpoint(state_dir_from_environment(), kind="scheduler", given=endpoint)
+    console = Console(stderr=True, highlight=False)
+    begun = time.monotonic()
+
+    def show(progress: admin_pb2.SwapChipResponse) -> None:
+        if not as_json:
+            console.print(f"{worker}: {progress.stage} {progress.fraction:.0%}", soft_wrap=True)
+
+    stages = asyncio.run(_swap(address, request, show))
+    seconds = round(time.monotonic() - begun, 3)
+    if as_json:
+        print_json({"worker": worker, "backend": backend, "stages": stages, "seconds": seconds})
+    else:
+        print(f"{worker} runs on {backend} now ({seconds:.1f} s)")
+
+
+async def _swap(address: str, request: admin_pb2.SwapChipRequest, show: Show) -> list[str]:
+    """The stages that came, in order, each once."""
+    stages: list[str] = []
+    last = ""
+    async with open_channel(address) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        with translated_errors(address, service="scheduler"):
+            async for progress in stub.SwapChip(request):
+                show(progress)
+                last = progress.stage
+                if last not in stages:
+                    stages.append(last)
+    if last != "done":
+        raise Unavailable(
+            f"the scheduler ended the swap after stage {last or 'none'!r}; see `chipmesh status`"
+        )
+    return stages
