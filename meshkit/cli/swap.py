@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
+from rich.progress import Progress
 
 from chipmesh.scheduler.v1alpha1 import admin_pb2, admin_pb2_grpc
 from meshkit.cli.backend_options import read_backend_options
@@ -40,14 +41,14 @@ def swap_chip(
         backend_options=read_backend_options(options, flag="--option"),
     )
     address = require_endpoint(state_dir_from_environment(), kind="scheduler", given=endpoint)
-    console = Console(stderr=True, highlight=False)
     begun = time.monotonic()
+    with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bars:
+        bar = bars.add_task(worker, total=1.0)
 
-    def show(progress: admin_pb2.SwapChipResponse) -> None:
-        if not as_json:
-            console.print(f"{worker}: {progress.stage} {progress.fraction:.0%}", soft_wrap=True)
+        def show(progress: admin_pb2.SwapChipResponse) -> None:
+            bars.update(bar, description=f"{worker}: {progress.stage}", completed=progress.fraction)
 
-    stages = asyncio.run(_swap(address, request, show))
+        stages = asyncio.run(_swap(address, request, show))
     seconds = round(time.monotonic() - begun, 3)
     if as_json:
         print_json({"worker": worker, "backend": backend, "stages": stages, "seconds": seconds})
