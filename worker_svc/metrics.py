@@ -31,6 +31,7 @@ class WorkerMetrics:
     def __init__(self, metrics: Metrics, config: WorkerConfig) -> None:
         self.registry = metrics.registry
         self._config = config
+        self._chip = ""
         self._state = metrics.gauge(
             "executor_state", "1 for the state that the executor is in", labels=(*_LABELS, "state")
         )
@@ -48,7 +49,11 @@ class WorkerMetrics:
         )
 
     def refresh(self, supervisor: Supervisor, *, chip: str) -> None:
-        """Take over the present values."""
+        """Take over the present values. Those of another chip, before a swap, are dropped."""
+        if chip != self._chip:
+            self._chip = chip
+            for gauge in (self._state, self._restarts, self._idle):
+                gauge.clear()
         labels = (self._config.group, self._config.worker_id, chip)
         for state, word in _STATES.items():
             self._state.labels(*labels, word).set(1.0 if state == supervisor.status.state else 0.0)

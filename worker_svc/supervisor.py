@@ -167,9 +167,11 @@ class Supervisor:
         self._announce(new)
         self._swapped.set()
         tell("register", 0.0)
-        await self._registrar.registered.wait()
-        if old is not None:
-            await self._bury(old)
+        try:
+            await self._registrar.registered.wait()
+        finally:
+            if old is not None:
+                await self._bury(old)
         log.info("swapped", backend=order.backend, instance_id=new.process.instance_id)
 
     async def stop(self) -> None:
