@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,8 +103,8 @@ class SteadyLoad:
         for _ in range(tokens // length):
             pages = pool.ledger.allocate(length // page_size)
             assert pages is not None
-            tokens = self._draw.integers(0, VOCABULARY, length).tolist()
-            known, _ = pool.tree.insert(token_key(tokens), pages)
+            sequence = self._draw.integers(0, VOCABULARY, length).tolist()
+            known, _ = pool.tree.insert(token_key(sequence), pages)
             pool.ledger.free(pages[:known])  # With pages of one token, two sequences may begin alike.
 
     def add(self, *, output_tokens: int = OUTPUT_TOKENS) -> None:
@@ -183,15 +184,15 @@ def make_loads(page_sizes: Sequence[int]) -> dict[str, Callable[[], SteadyLoad]]
     loads: dict[str, Callable[[], SteadyLoad]] = {}
     for page_size in page_sizes:
         for running in RUNNING:
-            loads[f"{page_size}/{running}"] = lambda running=running, page_size=page_size: SteadyLoad(
-                running=running, page_size=page_size, policy="fcfs"
+            loads[f"{page_size}/{running}"] = partial(
+                SteadyLoad, running=running, page_size=page_size, policy="fcfs"
             )
-        loads[f"{page_size}/10M cached"] = lambda page_size=page_size: SteadyLoad(
-            running=1024, page_size=page_size, policy="fcfs", cached=10_000_000
+        loads[f"{page_size}/10M cached"] = partial(
+            SteadyLoad, running=1024, page_size=page_size, policy="fcfs", cached=10_000_000
         )
     for policy in POLICIES:
-        loads[f"{page_sizes[0]}/{policy}"] = lambda policy=policy: SteadyLoad(
-            running=64, page_size=page_sizes[0], policy=policy, waiting=4096
+        loads[f"{page_sizes[0]}/{policy}"] = partial(
+            SteadyLoad, running=64, page_size=page_sizes[0], policy=policy, waiting=4096
         )
     return loads
 

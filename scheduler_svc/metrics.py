@@ -29,6 +29,7 @@ GAUGES = (
     "kv_available_tokens",
     "kv_evictable_tokens",
     "num_retracted_reqs",
+    "num_preempted_reqs",
 )
 _STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -180,4 +181,5 @@ def _gauges(limits: ReplicaLimits, batcher: Batcher) -> dict[str, float]:
         "kv_available_tokens": pages.free * limits.page_size,
         "kv_evictable_tokens": batcher.evictable_pages * limits.page_size,
         "num_retracted_reqs": batcher.retracted_count,
+        "num_preempted_reqs": batcher.preempted_count,
     }

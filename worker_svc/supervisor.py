@@ -144,29 +144,31 @@ class Supervisor:
         self._swapping = None
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("swap ended by a fault of ours", error=repr(error))
+            # Else the one who asked would wait for ever: the worker itself is alive.
+            self._tell_swap("failed", 1.0, error=f"the worker failed to swap: {error!r}", reason="INTERNAL")
+
+    def _tell_swap(self, stage: str, fraction: float, **failure: str) -> None:
+        progress = SwapProgress(swap_id=self._swap_id, stage=stage, fraction=fraction, **failure)
+        self._registrar.tell_swap(progress)
 
     async def _swap(self, order: SwapOrder) -> None:
-        def tell(stage: str, fraction: float, **failure: str) -> None:
-            progress = SwapProgress(swap_id=order.swap_id, stage=stage, fraction=fraction, **failure)
-            self._registrar.tell_swap(progress)
-
         changes = {
             "backend": order.backend, "device": order.device, "backend_options": dict(order.backend_options)
         }  # fmt: skip
         wanted = self._config.model_copy(update=changes)
-        tell("load", 0.0)
+        self._tell_swap("load", 0.0)
         try:
-            new = await self._launch(wanted, beside=tell)
+            new = await self._launch(wanted, beside=self._tell_swap)
         except MeshError as error:
             log.error(
                 "swap failed, the present executor serves on", backend=order.backend, error=error.message
             )
-            tell("failed", 1.0, error=error.message, reason=error.reason)
+            self._tell_swap("failed", 1.0, error=error.message, reason=error.reason)
             return
         old, self._executor, self._config = self._executor, new, wanted
         self._announce(new)
         self._swapped.set()
-        tell("register", 0.0)
+        self._tell_swap("register", 0.0)
         try:
             await self._registrar.registered.wait()
         finally:

@@ -11,9 +11,6 @@ from plugins.sdk.runner import IntArray
 TOKEN_BYTES = 4
 CELL_BYTES = TOKEN_BYTES + DIGEST_BYTES
 
-CellTokens = npt.NDArray[np.uint32]
-"""Tokens as they lie in the cells: big-endian, so that their bytes are what the digest takes."""
-
 
 class CellPages:
     """Pages of cells, addressed by (page table, position)."""

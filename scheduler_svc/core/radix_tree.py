@@ -253,15 +253,6 @@ class RadixTree(Generic[W]):
             above = above.parent
         return node
 
-    def lock_node(self, node: Node) -> None:
-        """Pin [0, end) of a node."""
-        above: Node | None = node
-        while above is not None:
-            if above.lock_count == 0:
-                self.evictable_count -= len(above.pages)
-            above.lock_count += 1
-            above = above.parent
-
     def unlock(self, node: Node) -> None:
         """Undo one lock."""
         above: Node | None = node

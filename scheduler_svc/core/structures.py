@@ -20,7 +20,6 @@ ReplicaId = NewType("ReplicaId", str)
 """A replica's worker id and instance id, joined; a new executor is a new replica."""
 
 Slot = NewType("Slot", int)
-PageId = NewType("PageId", int)
 
 
 class FinishReason(enum.Enum):

@@ -19,6 +19,12 @@ def insert(
     return tree.insert(token_key(tokens), pages, space=Namespace(salt), priority=priority)
 
 
+def lock(tree: RadixTree[str], tokens: Sequence[int]) -> Node:
+    node = tree.lock(tree.match(token_key(tokens)))
+    assert node is not None
+    return node
+
+
 def use(tree: RadixTree[str], tokens: Sequence[int], *, priority: int = 0) -> None:
     """As a request does that is admitted and ends."""
     node = tree.lock(tree.match(token_key(tokens)), priority=priority)
@@ -134,8 +140,8 @@ def test_locked_pages_and_those_before_them_are_never_evicted() -> None:
 
 def test_a_lock_stays_where_it_was_when_its_node_is_split() -> None:
     tree: RadixTree[str] = RadixTree(page_size=1)
-    _, node = insert(tree, [1, 2, 3], [0, 1, 2])
-    tree.lock_node(node)
+    insert(tree, [1, 2, 3], [0, 1, 2])
+    node = lock(tree, [1, 2, 3])
     insert(tree, [1, 9], [0, 7])
     tree.check([node])
     assert tree.pages_to(node).tolist() == [0, 1, 2]
@@ -144,11 +150,11 @@ def test_a_lock_stays_where_it_was_when_its_node_is_split() -> None:
 
 def test_it_is_known_how_many_pages_one_unlock_would_free() -> None:
     tree: RadixTree[str] = RadixTree(page_size=1)
-    _, left = insert(tree, [1, 2, 3], [0, 1, 2])
-    tree.lock_node(left)
+    insert(tree, [1, 2, 3], [0, 1, 2])
+    left = lock(tree, [1, 2, 3])
     assert tree.pinned_only_by(left) == 3
-    _, right = insert(tree, [1, 7], [0, 9])
-    tree.lock_node(right)
+    insert(tree, [1, 7], [0, 9])
+    right = lock(tree, [1, 7])
     assert (tree.pinned_only_by(left), tree.pinned_only_by(right)) == (2, 1)
     before = tree.evictable_count
     tree.unlock(left)
@@ -210,8 +216,8 @@ def test_a_watcher_is_told_of_each_change_at_the_end_of_its_match_and_of_no_othe
 
 def test_a_forgotten_lock_is_found_by_the_check() -> None:
     tree: RadixTree[str] = RadixTree(page_size=1)
-    _, node = insert(tree, [1], [0])
-    tree.lock_node(node)
+    insert(tree, [1], [0])
+    lock(tree, [1])
     with pytest.raises(IdentityViolated, match="should have 0 locks"):
         tree.check([])
 

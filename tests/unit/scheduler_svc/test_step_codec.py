@@ -10,7 +10,6 @@ from chipmesh.device.v1alpha1 import execution_pb2, sampling_pb2
 from scheduler_svc.core.structures import (
     Admission,
     PageAppend,
-    PageId,
     PrefillChunk,
     Request,
     RequestId,
@@ -37,7 +36,7 @@ def request(*, history: bool) -> Request:
 
 
 def admission(*, history: bool) -> Admission:
-    return Admission(Slot(3), request(history=history), 1, 2, (PageId(8), PageId(9)))
+    return Admission(Slot(3), request(history=history), 1, 2, (8, 9))
 
 
 def test_every_part_of_a_plan_reaches_the_wire() -> None:
@@ -45,7 +44,7 @@ def test_every_part_of_a_plan_reaches_the_wire() -> None:
         step_seq=5,
         released_slots=(Slot(1), Slot(2)),
         admitted=(admission(history=False),),
-        pages=(PageAppend(Slot(4), (PageId(6),)),),
+        pages=(PageAppend(Slot(4), (6,)),),
         prefill=(PrefillChunk(Slot(3), 2, [3, 4], True),),
         decode=True,
     )
