@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from chipmesh.device.v1alpha1 import sampling_pb2
 from chipmesh.scheduler.v1alpha1 import session_pb2
@@ -341,7 +342,7 @@ class Engine:
         """Apply the result of the oldest step in flight."""
         batcher = self.core.batcher(replica)
         events = batcher.apply(result)
-        made = sum(len(event.token_ids) for event in events if isinstance(event, TokensMade))
+        made = sum(len(event.requests) for event in events if isinstance(event, TokensMade))
         evicted = batcher.evicted_pages * batcher.limits.page_size
         self._metrics.step_ended(replica, tokens=made, evicted_tokens=evicted, times=times)
         self._publish(events)
@@ -380,26 +381,30 @@ class Engine:
 
     def _publish(self, events: Iterable[Event]) -> None:
         for event in events:
-            live: LiveRequest = event.request.payload
             if isinstance(event, TokensMade):
-                self._on_tokens(live, event)
-            elif isinstance(event, Placed):
+                self._on_tokens(event)
+                continue
+            live: LiveRequest = event.request.payload
+            if isinstance(event, Placed):
                 self._on_placed(live, event)
             elif isinstance(event, Finished):
                 self._on_finished(live, event.reason)
             else:
                 self._on_failed(live, event)
 
-    def _on_tokens(self, live: LiveRequest, event: TokensMade) -> None:
-        live.last_token_at = self._loop.time()
-        if live.first_token_at is None:
-            live.first_token_at = live.last_token_at
-            self._metrics.first_token(live, now=live.first_token_at)
-        if event.logprobs:
-            live.logprobs.extend(event.logprobs)
-        live.sink.tokens(
-            live.number, first_index=event.first_index, token_ids=event.token_ids, logprobs=event.logprobs
-        )
+    def _on_tokens(self, event: TokensMade) -> None:
+        """Once per token made: nothing is looked up here that is not needed."""
+        now = self._loop.time()
+        logprobs = event.logprobs or repeat(None)
+        for request, token, logprob in zip(event.requests, event.token_ids, logprobs, strict=False):
+            live: LiveRequest = request.payload
+            live.last_token_at = now
+            if live.first_token_at is None:
+                live.first_token_at = now
+                self._metrics.first_token(live, now=now)
+            if logprob is not None:
+                live.logprobs.append(logprob)
+            live.sink.token(live.number, index=len(request.output) - 1, token_id=token, logprob=logprob)
 
     def _on_placed(self, live: LiveRequest, event: Placed) -> None:
         info = self._replicas[event.replica].info

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,10 +34,8 @@ class EventSink(Protocol):
     def placed(self, number: int, info: ReplicaInfo, *, cached_tokens: int) -> None:
         """It runs on a replica, the first time or again."""
 
-    def tokens(
-        self, number: int, *, first_index: int, token_ids: Sequence[int], logprobs: Sequence[float]
-    ) -> None:
-        """New tokens."""
+    def token(self, number: int, *, index: int, token_id: int, logprob: float | None) -> None:
+        """A new token, `index` in the whole output. logprob: None where nobody asked for it."""
 
     def finished(self, number: int, reason: FinishReason) -> None:
         """It ended well. Last event of a request."""

@@ -63,11 +63,10 @@ class _Copy:
     def placed(self, number: int, info: ReplicaInfo, *, cached_tokens: int) -> None:
         """Nobody waits for it."""
 
-    def tokens(
-        self, number: int, *, first_index: int, token_ids: Sequence[int], logprobs: Sequence[float]
-    ) -> None:
+    def token(self, number: int, *, index: int, token_id: int, logprob: float | None) -> None:
         """More to compare; once it has as many as the original needs, it need not go on."""
-        self.logprobs.extend(logprobs)
+        if logprob is not None:
+            self.logprobs.append(logprob)
         self.mirror.check(self)
 
     def finished(self, number: int, reason: FinishReason) -> None:

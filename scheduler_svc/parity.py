@@ -29,12 +29,11 @@ class _Answer:
     def placed(self, number: int, info: ReplicaInfo, *, cached_tokens: int) -> None:
         """Nobody waits for it."""
 
-    def tokens(
-        self, number: int, *, first_index: int, token_ids: Sequence[int], logprobs: Sequence[float]
-    ) -> None:
+    def token(self, number: int, *, index: int, token_id: int, logprob: float | None) -> None:
         """More of the answer."""
-        self.token_ids.extend(token_ids)
-        self.logprobs.extend(logprobs)
+        self.token_ids.append(token_id)
+        if logprob is not None:
+            self.logprobs.append(logprob)
 
     def finished(self, number: int, reason: FinishReason) -> None:
         """The answer is complete."""

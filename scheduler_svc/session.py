@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 from chipmesh.scheduler.v1alpha1 import session_pb2
 from meshkit.errors import MeshError
@@ -74,15 +74,13 @@ class Session:
         placed.numeric_class = info.numeric_class
         placed.cached_tokens = cached_tokens
 
-    def tokens(
-        self, number: int, *, first_index: int, token_ids: Sequence[int], logprobs: Sequence[float]
-    ) -> None:
-        """New tokens."""
+    def token(self, number: int, *, index: int, token_id: int, logprob: float | None) -> None:
+        """A new token."""
         tokens = self._add(number).tokens
-        tokens.first_index = first_index
-        tokens.token_ids.extend(token_ids)
-        if logprobs:
-            tokens.logprobs.extend(logprobs)
+        tokens.first_index = index
+        tokens.token_ids.append(token_id)
+        if logprob is not None:
+            tokens.logprobs.append(logprob)
 
     def finished(self, number: int, reason: FinishReason) -> None:
         """It ended well. Last event of a request."""

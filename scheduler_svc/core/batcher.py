@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import compress
 
 from scheduler_svc.core.admission import AdmissionDesk
 from scheduler_svc.core.decode_set import DecodeSet
@@ -358,7 +358,7 @@ class Batcher:
             request=seat.request,
             output_count=seat.output_count,
             cached_tokens=seat.planned,
-            page_ids=seat.page_ids[:],
+            page_ids=seat.page_ids.tolist(),
         )
 
     def _plan_chunk(self, seat: Seat, most: int, draft: StepDraft) -> int:
@@ -398,22 +398,28 @@ class Batcher:
         return events
 
     def _take_tokens(self, seats: Sequence[Seat], result: StepResult, events: list[Event]) -> None:
-        """The hot loop: once per token made."""
-        logprobs = [(logprob,) for logprob in result.logprobs] if result.logprobs else repeat(())
-        tell, made = events.append, TokensMade
-        for seat, token, logprob in zip(seats, result.token_ids, logprobs, strict=False):
+        token_ids, logprobs = result.token_ids, result.logprobs
+        ended: list[tuple[Seat, FinishReason]] = []
+        some_are_dropped = False
+        for seat, token in zip(seats, token_ids, strict=True):  # The hot loop: once per token made.
             if seat.is_dropped:
+                some_are_dropped = True
                 continue
             output = seat.output
-            index = len(output)
-            tell(made(seat.request, index, (token,), logprob))
             output.append(token)
             if token in seat.stop_token_ids:
-                self._end(seat.ticket)
-                tell(Finished(seat.request, FinishReason.STOP))
-            elif index + 1 >= seat.budget:
-                self._end(seat.ticket)
-                tell(Finished(seat.request, FinishReason.LENGTH))
+                ended.append((seat, FinishReason.STOP))
+            elif len(output) >= seat.budget:
+                ended.append((seat, FinishReason.LENGTH))
+        if some_are_dropped:
+            wanted = [not seat.is_dropped for seat in seats]
+            seats = list(compress(seats, wanted))
+            token_ids, logprobs = list(compress(token_ids, wanted)), list(compress(logprobs, wanted))
+        if seats:
+            events.append(TokensMade([seat.request for seat in seats], token_ids, logprobs))
+        for seat, reason in ended:
+            self._end(seat.ticket)
+            events.append(Finished(seat.request, reason))
 
     def _confirm_chunk(self, chunk: PlannedChunk) -> None:
         seat = chunk.seat
@@ -486,9 +492,10 @@ class Batcher:
     def _settle_one(self, seat: Seat) -> None:
         self._pool.give_back(seat)
         ticket = seat.ticket
+        ticket.seat = None  # Before its seat dies: no cycle is left for the collector.
         if ticket.state is State.LEAVING:
-            ticket.seat = None
             ticket.was_retracted = True
+            ticket.key = ticket.key_after(0)
             ticket.move(Move.REQUEUE)
             self._wait(ticket)
         else:

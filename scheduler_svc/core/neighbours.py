@@ -55,7 +55,7 @@ class Neighbours:
         """Whether somebody computes enough of what follows `match`; then the ticket waits for that one."""
         if not self._computing:
             return False
-        key = ticket.key()
+        key = ticket.key
         seat = self._computing.get((match.node or match.space, self._page_at(key, match.depth)))
         if seat is None:
             return False

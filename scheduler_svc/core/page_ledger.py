@@ -5,17 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
-
-PageArray = npt.NDArray[np.int32]
-"""Page ids, shape [n]."""
-
-
-def page_ids(pages: PageArray) -> array[int]:
-    """Page ids as seats keep them: they grow one by one, and go to the tree without a conversion of each."""
-    return array("i", pages.tobytes())
-
 
 class PageLedger:
     """Pages 0 to `page_count` − 1, all free at first."""
@@ -23,7 +12,7 @@ class PageLedger:
     def __init__(self, page_count: int) -> None:
         self.total = page_count
         # Lowest ids on top: they are handed out first, which keeps small runs readable.
-        self._stack = page_ids(np.arange(page_count - 1, -1, -1, dtype=np.int32))
+        self._stack = array("i", range(page_count - 1, -1, -1))
 
     def __repr__(self) -> str:
         return f"<PageLedger {self.free_count} of {self.total} free>"
@@ -45,7 +34,7 @@ class PageLedger:
 
     def free(self, pages: Iterable[int]) -> None:
         """Take back pages. The caller gives each page once; `check_identity` of the batcher proves it."""
-        given = array("i", pages)
+        given = array("i", pages)  # A copy, of array to array without a conversion of each.
         if len(self._stack) + len(given) > self.total:
             out = self.total - len(self._stack)
             raise ValueError(f"{len(given)} pages come back, but only {out} are out")

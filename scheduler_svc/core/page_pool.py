@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from scheduler_svc.core.errors import IdentityViolated
 from scheduler_svc.core.eviction import make_eviction_policy
 from scheduler_svc.core.kv_events import KvEventLog
-from scheduler_svc.core.page_ledger import PageLedger, page_ids
+from scheduler_svc.core.page_ledger import PageLedger
 from scheduler_svc.core.radix_node import Node
 from scheduler_svc.core.radix_tree import PrefixMatch, RadixTree
 from scheduler_svc.core.seat import Seat, Ticket
@@ -69,8 +69,8 @@ class PagePool:
     def match(self, ticket: Ticket) -> PrefixMatch:
         """The cached prefix of a waiting request. At least its last token is always computed."""
         match = ticket.match
-        if match is None or not self.tree.still_holds(match, ticket.key()):
-            match = ticket.match = self.find(ticket.key(), space=ticket.space)
+        if match is None or not self.tree.still_holds(match, ticket.key):
+            match = ticket.match = self.find(ticket.key, space=ticket.space)
         return match
 
     def find(self, key: bytes, *, space: Namespace) -> PrefixMatch:
@@ -89,12 +89,12 @@ class PagePool:
 
     def take(self, count: int) -> array[int] | None:
         """`count` pages for a seat, cached ones evicted where needed; None, and none evicted, if too few."""
-        if count > self.available:
-            return None
         missing = count - self.ledger.free_count
         if missing > 0:
+            if missing > self.tree.evictable_count:
+                return None
             self.evicted_count += missing
-            self.ledger.free(page_ids(self.tree.evict(missing)))
+            self.ledger.free(self.tree.evict(missing))
         return self.ledger.allocate(count)
 
     def confirm(self, seat: Seat, tokens: int) -> bool:
@@ -132,7 +132,7 @@ class PagePool:
         tail, pages = ticket.key_after(start)[: end - start], seat.page_ids[seat.shared : full]
         if self.tree.extend(seat.node, tail, pages, space=ticket.space, priority=priority) is not None:
             return seat.page_ids[full:]
-        key = ticket.key()[:end]
+        key = ticket.key_after(0)[:end]
         known, _ = self.tree.insert(key, seat.page_ids[:full], space=ticket.space, priority=priority)
         return seat.page_ids[seat.shared : known] + seat.page_ids[full:]
 
@@ -150,8 +150,8 @@ class PagePool:
     def flush(self) -> int:
         """Free all cached pages that no seat pins; how many."""
         flushed = self.tree.clear()
-        self.ledger.free(page_ids(flushed))
-        return int(flushed.size)
+        self.ledger.free(flushed)
+        return len(flushed)
 
     # ------------------------------------------------------------ counting
 
@@ -177,7 +177,7 @@ class PagePool:
             raise IdentityViolated(f"free + cached + held is not total: {counts}")
         owners = Counter(self.ledger.free_pages().tolist())
         for node in self.tree.nodes():
-            owners.update(node.pages.tolist())
+            owners.update(node.pages)
         for seat in seats:
             owners.update(seat.owned_pages)
         wrong = {page: owners[page] for page in range(counts.total) if owners[page] != 1}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.page_ledger import PageArray
+from array import array
+
 from scheduler_svc.core.token_key import Namespace
 
 
 class Node:
     """A run of pages, [start, end) of a sequence.
 
-    Its tokens are `base[offset : offset + size]`, as a `token_key`, and `pages` may be a part of a larger
-    array too: what a node is cut from is shared, not copied, unless that is more than twice of what it uses.
+    Its tokens are `base[offset : offset + size]`, as a `token_key`: what a node is cut from is shared, not
+    copied, unless that is more than twice of what it uses.
     """
 
     __slots__ = (
@@ -20,14 +21,13 @@ class Node:
 
     def __init__(
         self,
-        *,
         parent: Node | None,
         space: Namespace,
         start: int,
         base: bytes,
         offset: int,
         size: int,
-        pages: PageArray,
+        pages: array[int],
     ) -> None:
         self.parent = parent
         self.space = space
@@ -74,15 +74,7 @@ class Node:
         parent, count = self.parent, depth - self.start
         assert parent is not None
         cut = count * page_bytes
-        upper = Node(
-            parent=parent,
-            space=self.space,
-            start=self.start,
-            base=self.base,
-            offset=self.offset,
-            size=cut,
-            pages=self.pages[:count],
-        )
+        upper = Node(parent, self.space, self.start, self.base, self.offset, cut, self.pages[:count])
         upper.lock_count = self.lock_count
         upper.last_used, upper.hits, upper.priority = self.last_used, self.hits, self.priority
         if self.block_hashes:
@@ -106,4 +98,3 @@ class Node:
     def _copy_own(self) -> None:
         """Let go of what it was cut from."""
         self.base, self.offset = self.key, 0
-        self.pages = self.pages.copy()

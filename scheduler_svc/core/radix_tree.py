@@ -19,22 +19,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
-import numpy as np
-
 from scheduler_svc.core.errors import IdentityViolated
 from scheduler_svc.core.eviction import EvictionPolicy, LeafQueue, LeastRecentlyUsed
 from scheduler_svc.core.kv_events import KvEventLog, KvSnapshot
 from scheduler_svc.core.match_watch import MatchWatch, W
-from scheduler_svc.core.page_ledger import PageArray
 from scheduler_svc.core.radix_node import Node
 from scheduler_svc.core.token_key import TOKEN_BYTES, Namespace, common_bytes
 
-_NO_PAGES: PageArray = np.empty(0, dtype=np.int32)
 OPEN = Namespace()
 """The namespace of requests without salt and adapter."""
 
-Pages: TypeAlias = "Sequence[int] | array[int] | PageArray"
-"""Page ids in any form; lists are converted."""
+Pages: TypeAlias = "Sequence[int] | array[int]"
+"""Page ids; what is no array of 32-bit numbers is converted."""
 
 
 @dataclass(slots=True)
@@ -78,18 +74,15 @@ class RadixTree(Generic[W]):
             node = node.children.get(key[depth_bytes : depth_bytes + page_bytes])
             if node is None:
                 break
-            found = node
-            agreed = self._agreement(node, key, depth_bytes, end_bytes)
-            depth_bytes += agreed
-            if agreed < node.size:
+            found, size = node, min(node.size, end_bytes - depth_bytes)
+            if not node.base.startswith(key[depth_bytes : depth_bytes + size], node.offset):
+                depth_bytes += self._agreement(node, key, depth_bytes, size)
                 break
+            depth_bytes += size
         return PrefixMatch(space, found, depth_bytes // page_bytes)
 
-    def _agreement(self, node: Node, key: bytes, start: int, end: int) -> int:
-        """Bytes, in whole pages, of the node's run that `key[start:end]` has too."""
-        size = min(node.size, end - start)
-        if node.base.startswith(key[start : start + size], node.offset):
-            return size
+    def _agreement(self, node: Node, key: bytes, start: int, size: int) -> int:
+        """Bytes, in whole pages, of the node's run that `key[start : start + size]` has too."""
         agreed = common_bytes(key, node.base, a_start=start, b_start=node.offset, most=size)
         return agreed - agreed % self._page_bytes
 
@@ -109,10 +102,10 @@ class RadixTree(Generic[W]):
 
     def pages_to(self, node: Node) -> array[int]:
         """Page ids of [0, end) of a node, in order of position."""
-        runs: list[memoryview] = []
+        runs: list[array[int]] = []
         above: Node | None = node
         while above is not None:
-            runs.append(above.pages.data)
+            runs.append(above.pages)
             above = above.parent
         runs.reverse()
         return array("i", b"".join(runs))
@@ -199,23 +192,16 @@ class RadixTree(Generic[W]):
     def _root(self, space: Namespace) -> Node:
         root = self._roots.get(space)
         if root is None:
-            root = self._roots[space] = Node(
-                parent=None, space=space, start=0, base=b"", offset=0, size=0, pages=_NO_PAGES
-            )
+            root = self._roots[space] = Node(None, space, 0, b"", 0, 0, array("i"))
         return root
 
     def _append(self, parent: Node, key: bytes, pages: Pages, first: int, priority: int) -> Node:
         """A node after `parent`, of the pages from number `first` on, and their part of the key."""
         offset = first * self._page_bytes
-        node = Node(
-            parent=parent,
-            space=parent.space,
-            start=parent.end,
-            base=key,
-            offset=offset,
-            size=len(key) - offset,
-            pages=np.asarray(pages, np.int32)[first:],
-        )
+        own = pages if isinstance(pages, array) else array("i", pages)
+        if first:
+            own = own[first:]
+        node = Node(parent, parent.space, parent.end, key, offset, len(key) - offset, own)
         node.last_used, node.hits, node.priority = self._clock, 1, priority
         first_page = key[offset : offset + self._page_bytes]
         parent.children[first_page] = node
@@ -281,28 +267,26 @@ class RadixTree(Generic[W]):
 
     # ------------------------------------------------------------ eviction
 
-    def evict(self, count: int) -> PageArray:
+    def evict(self, count: int) -> array[int]:
         """Take out `count` pages, or as many as no lock pins: leaves in the policy's order, tails first."""
-        taken: list[PageArray] = []
+        taken = array("i")
         missing = min(count, self.evictable_count)
         while missing > 0:
             leaf = self._leaves.first()
             run = min(missing, len(leaf.pages))
-            taken.append(leaf.pages[len(leaf.pages) - run :])
+            taken += leaf.pages[len(leaf.pages) - run :]
             self._shorten(leaf, run)
             missing -= run
-        if len(taken) == 1:
-            return taken[0]
-        return np.concatenate(taken) if taken else _NO_PAGES
+        return taken
 
-    def clear(self) -> PageArray:
+    def clear(self) -> array[int]:
         """Take out all that no lock pins."""
         log, is_all = self._log, self.evictable_count == self.page_count
         if is_all:
             self._log = None  # One event instead of one for each node.
         taken = self.evict(self.evictable_count)
         self._log = log
-        if is_all and log is not None and taken.size:
+        if is_all and log is not None and taken:
             log.cleared()
         return taken
 

@@ -33,7 +33,8 @@ class Ticket:
     """A request from `add` to its last event."""
 
     request: Request
-    prompt_key: bytes
+    key: bytes
+    """Of prompt and output, as they were when it last came into the queue."""
     budget: int
     """Output tokens at which it ends at the latest: its own limit, or where the replica's room ends."""
     space: Namespace
@@ -66,7 +67,7 @@ class Ticket:
         """The ticket of a request that may make `budget` output tokens in all."""
         return cls(
             request=request,
-            prompt_key=token_key(request.prompt),
+            key=token_key(request.prompt) + token_key(request.output),
             budget=budget,
             space=request.space,
             final_tokens=len(request.prompt) + budget - 1,
@@ -81,17 +82,13 @@ class Ticket:
         """Change the state as the table says."""
         self.state = TRANSITIONS[self.state].get(move) or follow(self.state, move)
 
-    def key(self) -> bytes:
-        """The key of prompt and output so far."""
-        return self.key_after(0)
-
     def key_after(self, start: int) -> bytes:
-        """The key without its first `start` bytes."""
-        output, prompt_length = self.request.output, len(self.prompt_key)
-        if start < prompt_length:
-            beginning = self.prompt_key[start:]
-            return beginning + token_key(output) if output else beginning
-        return token_key(output[(start - prompt_length) // TOKEN_BYTES :])
+        """The key of prompt and output as they are now, without its first `start` bytes."""
+        request, known = self.request, len(self.key)
+        prompt_tokens = len(request.prompt)
+        if start >= known:
+            return token_key(request.output[start // TOKEN_BYTES - prompt_tokens :])
+        return self.key[start:] + token_key(request.output[known // TOKEN_BYTES - prompt_tokens :])
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +154,7 @@ class Seat:
             ticket=ticket,
             request=request,
             slot=slot,
-            key=ticket.key(),
+            key=ticket.key,
             known=request.length,
             output=request.output,
             output_count=len(request.output),

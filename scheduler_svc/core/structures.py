@@ -171,10 +171,13 @@ class Placed:
 
 @dataclass(slots=True)
 class TokensMade:
-    """New tokens of a request; they are in `request.output` already."""
+    """The tokens of a step: one for each of `requests`, the last of its `output` already.
 
-    request: Request
-    first_index: int
+    One event for all: to make one for each token would cost more than all else that a token costs here.
+    `logprobs` is empty where nobody asked for them.
+    """
+
+    requests: Sequence[Request]
     token_ids: Sequence[int]
     logprobs: Sequence[float]
 

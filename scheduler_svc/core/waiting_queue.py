@@ -108,7 +108,7 @@ class WaitingQueue:
         if self._watches:
             match = self._pool.match(ticket)
             ticket.cached_tokens = match.depth * self._pool.page_size
-            self._pool.tree.watch(ticket, match, ticket.key())
+            self._pool.tree.watch(ticket, match, ticket.key)
         self._order.add(ticket)
 
     def _displace(self, ticket: Ticket) -> None:

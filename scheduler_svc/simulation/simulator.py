@@ -140,13 +140,11 @@ class Simulation:
 
     def _take(self, events: Iterable[Event]) -> None:
         for event in events:
-            record: Any = event.request.payload
             if isinstance(event, TokensMade):
-                if record.first_token_s is None:
-                    record.first_token_s = self._now
-                record.last_token_s = self._now
-                record.output_tokens += len(event.token_ids)
-            elif isinstance(event, Placed):
+                self._take_tokens(event)
+                continue
+            record: Any = event.request.payload
+            if isinstance(event, Placed):
                 if not record.group:
                     record.cached_tokens = event.cached_tokens
                 record.group = self._replicas[event.replica].group
@@ -155,6 +153,14 @@ class Simulation:
                 self._end_one()
             elif isinstance(event, Finished):
                 self._end_one()
+
+    def _take_tokens(self, event: TokensMade) -> None:
+        for request in event.requests:
+            record: Any = request.payload
+            if record.first_token_s is None:
+                record.first_token_s = self._now
+            record.last_token_s = self._now
+            record.output_tokens += 1
 
     def _end_one(self) -> None:
         self._ended += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -220,6 +220,8 @@ class Drive:
         self.plans: list[StepPlan] = []
         self.events: list[Event] = []
         self.ended: dict[int, Event] = {}
+        self.told: Counter[int] = Counter()
+        """Tokens by request id."""
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -238,19 +240,21 @@ class Drive:
 
     def take(self, events: Iterable[Event]) -> None:
         for event in events:
-            request = event.request
-            assert request.id not in self.ended, "an event after the last one"
+            told = event.requests if isinstance(event, TokensMade) else [event.request]
+            assert self.ended.keys().isdisjoint(request.id for request in told), "an event after the last one"
             if isinstance(event, TokensMade):
                 self._check_tokens(event)
             elif not isinstance(event, Placed):
-                self.ended[request.id] = event
+                self.ended[event.request.id] = event
             self.events.append(event)
 
     def _check_tokens(self, event: TokensMade) -> None:
-        request = event.request
-        expected = oracle(request.prompt, len(request.output), request.stop_token_ids)
-        assert request.output == expected
-        assert list(event.token_ids) == expected[event.first_index :]
+        assert len(event.logprobs) in (0, len(event.requests))
+        for request, token in zip(event.requests, event.token_ids, strict=True):
+            expected = oracle(request.prompt, len(request.output), request.stop_token_ids)
+            assert request.output == expected
+            assert token == expected[-1]
+            self.told[request.id] += 1
 
     def run(self, until: Callable[[], bool] | None = None, *, most_steps: int = 5000) -> None:
         """Plan and apply as the shell does, until nothing is to do or `until()` holds."""

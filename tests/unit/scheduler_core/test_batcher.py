@@ -59,8 +59,7 @@ def test_a_request_goes_on_after_the_output_that_it_brings() -> None:
     drive.add(request)
     drive.finish()
     assert request.output == oracle(range(9), 12)
-    first = next(event for event in drive.events if isinstance(event, TokensMade))
-    assert first.first_index == 5
+    assert drive.told[request.id] == 12 - 5
 
 
 def test_the_last_event_of_a_request_follows_its_last_token_in_the_same_result() -> None:
@@ -77,7 +76,24 @@ def test_logprobs_travel_with_their_tokens() -> None:
     drive.plan()
     drive.results[0] = replace(drive.results[0], logprobs=[-0.25])
     drive.apply()
-    assert [event.logprobs for event in drive.events if isinstance(event, TokensMade)] == [(-0.25,)]
+    assert [event.logprobs for event in drive.events if isinstance(event, TokensMade)] == [[-0.25]]
+
+
+def test_logprobs_stay_with_their_tokens_when_a_neighbour_has_ended_meanwhile() -> None:
+    drive = Drive(make_limits(), depth=2)
+    stopping = make_request([1, 2], 9, stops=oracle([1, 2], 9))
+    going_on = make_request([3, 4], 9)
+    drive.add(stopping, going_on)
+    while not drive.told[going_on.id] == 3:
+        while len(drive.results) < drive.depth:
+            drive.plan()
+        result = drive.results[0]
+        drive.results[0] = replace(result, logprobs=[-float(token) for token in result.token_ids])
+        drive.apply()
+    assert drive.told[stopping.id] == 1
+    for event in drive.events:
+        if isinstance(event, TokensMade):
+            assert list(event.logprobs) == [-float(token) for token in event.token_ids]
 
 
 # ---------------------------------------------------------------- plans are differences

@@ -86,7 +86,7 @@ class Mesh:
     def end(self, request: Request) -> Event:
         (end,) = (
             event for event in self.events
-            if event.request is request and not isinstance(event, (Placed, TokensMade))
+            if not isinstance(event, (Placed, TokensMade)) and event.request is request
         )  # fmt: skip
         return end
 
@@ -241,9 +241,10 @@ def test_requests_of_a_lost_replica_go_on_elsewhere_with_no_token_lost_or_repeat
     assert len(moved) == 3
     for request in requests:
         assert request.output == oracle(request.prompt, 12)
-        told = [event.first_index for event in mesh.events
-                if isinstance(event, TokensMade) and event.request is request]  # fmt: skip
-        assert told == list(range(12))
+        told = [token for event in mesh.events if isinstance(event, TokensMade)
+                for told, token in zip(event.requests, event.token_ids, strict=True)
+                if told is request]  # fmt: skip
+        assert told == request.output
 
 
 def test_a_request_under_which_two_replicas_died_is_not_tried_again() -> None:

@@ -11,7 +11,7 @@ from tests.unit.scheduler_core.simulated_executor import Drive, make_limits, mak
 def test_the_rest_of_a_key_is_what_is_left_of_the_whole_one(output: list[int]) -> None:
     ticket = Ticket.of(make_request([1, 2, 3], 9, output=output), budget=9)
     whole = token_key([1, 2, 3, *output])
-    assert ticket.key() == whole
+    assert ticket.key == whole
     for start in range(0, len(whole) + 1, TOKEN_BYTES):
         assert ticket.key_after(start) == whole[start:]
 
