@@ -111,7 +111,7 @@ class OurTree(Tree):
         return token_key(tokens)
 
     def pages(self, first: int, tokens: int) -> Any:
-        return np.arange(first, first + tokens // self.page_size, dtype=np.int32)
+        return array("i", range(first, first + tokens // self.page_size))
 
     def match(self, key: Any) -> int:
         return self.tree.match(key).depth * self.page_size
@@ -127,7 +127,7 @@ class OurTree(Tree):
         self.tree.insert(key, pages)
 
     def evict(self, tokens: int) -> int:
-        return int(self.tree.evict(tokens // self.page_size).size) * self.page_size
+        return len(self.tree.evict(tokens // self.page_size)) * self.page_size
 
 
 class _Pool:
