@@ -298,6 +298,21 @@ class Engine:
         for model, groups in weights.items():
             self.set_weights(model, groups)
 
+    def set_policy(self, group: str, policy: str) -> None:
+        """Another order of a group's waiting requests. Raises UnknownPolicy."""
+        self.core.set_policy(group, policy)
+        self.changes.bump()
+        self.wake_replicas()
+
+    def set_ceilings(self, replica: ReplicaId, limits: ReplicaLimits) -> None:
+        """Another window and chunk size of an attached replica, from its next step on."""
+        self._replicas[replica].limits = limits
+        self.core.batcher(replica).set_ceilings(
+            max_running_requests=limits.max_running_requests, chunk_tokens=limits.chunk_tokens
+        )
+        self.changes.bump()
+        self._replicas[replica].wake()
+
     def drain_replica(self, replica: ReplicaId) -> None:
         """Nothing new goes to a replica. Idempotent; does nothing where it is unknown."""
         if replica in self._replicas:

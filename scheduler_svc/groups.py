@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from chipmesh.device.v1alpha1 import execution_pb2
 from chipmesh.scheduler.v1alpha1 import registry_pb2
-from meshkit.errors import InvalidArgument
+from meshkit.config import parse_config
+from meshkit.errors import InvalidArgument, NotFound
 from scheduler_svc.config import DEFAULT_CHUNK_TOKENS, GroupConfig, SchedulerConfig
 from scheduler_svc.core.mesh import MeshCore
 from scheduler_svc.core.structures import ReplicaLimits
@@ -51,6 +54,23 @@ class GroupTable:
     def config(self, name: str) -> GroupConfig:
         """The settings of a group that was configured or joined. Raises KeyError for another one."""
         return self._groups[name]
+
+    def change(self, name: str, **settings: Any) -> None:
+        """Change settings of a group; None takes a ceiling away.
+
+        Raises:
+            NotFound: there is no such group.
+            InvalidArgument: a value out of range, named.
+        """
+        group = self._groups.get(name)
+        if group is None:
+            raise NotFound(
+                f"group {name!r} is not in the mesh; there is: {', '.join(self._groups) or 'none'}",
+                field="group",
+                reason="UNKNOWN_GROUP",
+            )
+        changed = {**group.model_dump(), **settings}
+        self._groups[name] = parse_config(GroupConfig, changed, source=f"group {name!r}")
 
     def limits(
         self, registration: registry_pb2.RegisterRequest, attached: execution_pb2.AttachResponse

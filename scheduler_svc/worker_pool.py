@@ -8,6 +8,7 @@ import hmac
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from chipmesh.device.v1alpha1 import execution_pb2
 from chipmesh.scheduler.v1alpha1 import registry_pb2
@@ -61,6 +62,8 @@ class Member:
     next_instance_id: str = ""
     """The executor that the holder of the lease has announced in place of this one."""
     link: ExecutorLink | None = None
+    report: execution_pb2.AttachResponse | None = None
+    """What its executor said when it was attached last."""
     keeper: asyncio.Task[None] | None = None
     lease_timer: asyncio.TimerHandle | None = None
 
@@ -223,6 +226,23 @@ class WorkerPool:
             log.info("worker's requests move", worker=member.worker, timeout_s=timeout_s)
             self._executor_gone(member, "drained")
 
+    def set_group(self, name: str, **settings: Any) -> None:
+        """Change settings of a group (as GroupConfig has them) while it runs; None takes a ceiling away.
+
+        Raises:
+            NotFound: there is no such group.
+            InvalidArgument: a value is out of range. Nothing was changed.
+        """
+        self._groups.change(name, **settings)
+        if (policy := settings.get("schedule_policy")) is not None:
+            self._engine.set_policy(name, policy)
+        for member in self._members.values():
+            is_attached = self._engine.info(member.replica) is not None
+            if member.registration.group == name and member.report is not None and is_attached:
+                limits = self._groups.limits(member.registration, member.report)
+                self._engine.set_ceilings(member.replica, limits)
+        log.info("group changed", group=name, **settings)
+
     async def close(self) -> None:
         """Release every executor; return when all links have ended."""
         for member in self._members.values():
@@ -323,6 +343,7 @@ class WorkerPool:
             numeric_class=response.model.numeric_class,
             vocab_size=response.model.vocab_size,
         )
+        member.report = response
         limits = self._groups.limits(registration, response)
         member.broken = False
         log.info("executor attached", worker=member.worker, epoch=response.epoch, limits=repr(limits))

@@ -89,8 +89,7 @@ class AdmissionDesk:
             return []
         ticket, match = first
         missing = self._missing_pages(ticket, match, self._pages_known(ticket)) - self.returning_pages()
-        has_slot = self._slots.free_count + self._slots.coming_count > 0
-        if has_slot and missing <= 0:
+        if self._slots.has_vacancy and missing <= 0:
             return []
         return give_way(
             ticket,

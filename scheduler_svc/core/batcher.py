@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import compress
 
 from scheduler_svc.core.admission import AdmissionDesk
@@ -163,6 +164,22 @@ class Batcher:
     def kv_snapshot(self) -> KvSnapshot | None:
         """All that is cached, as of the last KV event; None where they are not recorded."""
         return self._pool.tree.kv_snapshot()
+
+    # ------------------------------------------------------------ settings
+
+    def set_ceilings(self, *, max_running_requests: int, chunk_tokens: int) -> None:
+        """Other ceilings from the next plan on. Those that run beyond a lower one go on to their end."""
+        self.limits = replace(
+            self.limits, max_running_requests=max_running_requests, chunk_tokens=chunk_tokens
+        )
+        self._slots.set_ceiling(max_running_requests)
+        self._decoding.make_room(max_running_requests)
+        self._may_admit = True
+
+    def set_policy(self, policy: SchedulePolicy) -> None:
+        """Another order of admission, for those that wait too."""
+        self._waiting.set_policy(policy)
+        self._may_admit = True
 
     # ------------------------------------------------------------ requests
 

@@ -45,6 +45,10 @@ class DecodeSet:
     def __len__(self) -> int:
         return self._count
 
+    def make_room(self, slot_count: int) -> None:
+        """There are at least so many slots from now on."""
+        self._by_slot += [None] * (slot_count - len(self._by_slot))
+
     def join(self, seat: Seat) -> None:
         """A seat whose known tokens are all planned; the step with the last of them makes one token."""
         self._by_slot[seat.slot] = seat

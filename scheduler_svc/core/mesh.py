@@ -160,7 +160,7 @@ class MeshCore:
     # ------------------------------------------------------------ groups and replicas
 
     def configure_group(self, name: str, *, model: str, weight: float, policy: str | None = None) -> None:
-        """Make a group, or change its weight. policy: of replicas that join from now on; None: the mesh's.
+        """Make a group, or change its weight. policy: None for the mesh's, or the one that it has.
 
         Raises:
             ValueError: the weight is negative or not finite, or the group serves another model.
@@ -170,11 +170,22 @@ class MeshCore:
         group = self._groups.setdefault(name, _Group(name, model, weight))
         if group.model != model:
             raise ValueError(f"group {name!r} serves {group.model!r}, not {model!r}")
-        group.weight = weight
         if policy is not None:
-            make_policy(policy)
-            group.policy = policy
+            self.set_policy(name, policy)
+        group.weight = weight
         self._turns.setdefault(model, WeightedTurns()).reset()
+
+    def set_policy(self, name: str, policy: str) -> None:
+        """Another order of admission in a group that is configured, for those that wait too.
+
+        Raises:
+            UnknownPolicy: lists those known. Nothing was changed.
+        """
+        make_policy(policy)
+        group = self._groups[name]
+        group.policy = policy
+        for each in group.replicas.values():
+            each.batcher.set_policy(make_policy(policy))
 
     def set_weights(self, model: str, weights: Mapping[str, float]) -> list[Event]:
         """Set the weights of all groups of a model; those left out get 0.

@@ -11,10 +11,11 @@ from scheduler_svc.core.structures import Slot
 
 
 class SlotTable:
-    """Slots 0 to `count` − 1, all free at first, lowest first."""
+    """Slots 0 to `count` − 1, all free at first, lowest first. `count` is also their ceiling at first."""
 
     def __init__(self, count: int) -> None:
         self._count = count
+        self._ceiling = count
         self._free = [Slot(slot) for slot in reversed(range(count))]
         self._to_release: list[Seat] = []
         self.seats: dict[Slot, Seat] = {}
@@ -28,12 +29,20 @@ class SlotTable:
     @property
     def free_count(self) -> int:
         """Slots that can be taken now."""
-        return len(self._free)
+        free = len(self._free)
+        return max(0, free + self._ceiling - self._count) if self._ceiling < self._count else free
 
     @property
-    def coming_count(self) -> int:
-        """Slots that nobody is in, but that cannot be taken yet."""
-        return self._count - len(self._free) - len(self.seats)
+    def has_vacancy(self) -> bool:
+        """Whether there is a slot that nobody is in, though perhaps it cannot be taken yet."""
+        return len(self.seats) < self._ceiling
+
+    def set_ceiling(self, count: int) -> None:
+        """No more than `count` slots are taken from now on; those in theirs stay."""
+        if count > self._count:
+            self._free = [Slot(slot) for slot in reversed(range(self._count, count))] + self._free
+            self._count = count
+        self._ceiling = count
 
     def holders(self) -> list[Seat]:
         """All that have pages."""

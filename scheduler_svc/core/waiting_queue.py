@@ -48,6 +48,16 @@ class WaitingQueue:
         """All of them, in the order in which they came here."""
         return iter(self._by_turn)
 
+    def set_policy(self, policy: SchedulePolicy) -> None:
+        """Another order for all that wait, and those that come."""
+        placed = [ticket for ticket in self if not ticket.is_set_aside]
+        for ticket in placed:
+            self._displace(ticket)
+        self._watches = policy.depends_on_cache
+        self._order = policy.make_order()
+        for ticket in placed:
+            self._place(ticket)
+
     def add(self, ticket: Ticket, *, now: int) -> None:
         """One more waits, since step `now`. One that comes back has a new turn."""
         ticket.turn = self._arrivals

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
-from typing import NoReturn
 
 from chipmesh.scheduler.v1alpha1 import admin_pb2
 from chipmesh.scheduler.v1alpha1.admin_pb2_grpc import AdminServiceServicer
-from meshkit.errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
+from meshkit.errors import FailedPrecondition, InvalidArgument, Unavailable
 from meshkit.rpc.handlers import Context
 from scheduler_svc.engine import Engine
 from scheduler_svc.kv_event_stream import stream_kv_events
@@ -19,6 +18,13 @@ from scheduler_svc.worker_pool import WorkerPool
 
 WATCH_INTERVAL_S = 0.1
 """Shortest time between two messages of a watch: counts change with every step."""
+
+_GROUP_SETTINGS = {
+    "chunk_tokens": "chunked_prefill_size",
+    "max_running_requests": "max_running_requests",
+    "schedule_policy": "schedule_policy",
+}
+"""Fields of SetGroupRequest, and what the configuration calls them."""
 
 
 class AdminServicer(AdminServiceServicer):
@@ -132,7 +138,14 @@ class AdminServicer(AdminServiceServicer):
     async def SetGroup(
         self, request: admin_pb2.SetGroupRequest, context: Context
     ) -> admin_pb2.SetGroupResponse:
-        _refuse("SetGroup", "set the ceilings in the scheduler's configuration instead")
+        given = {
+            name: getattr(request, field)
+            for field, name in _GROUP_SETTINGS.items()
+            if request.HasField(field)  # type: ignore[arg-type]  # the keys are its fields
+        }
+        ceilings = {name: value or None for name, value in given.items() if name != "schedule_policy"}
+        self._pool.set_group(request.group, **{**given, **ceilings})
+        return admin_pb2.SetGroupResponse()
 
     async def SetShadow(
         self, request: admin_pb2.SetShadowRequest, context: Context
@@ -156,7 +169,3 @@ class AdminServicer(AdminServiceServicer):
         after_seq = request.after_seq if request.HasField("after_seq") else None
         async for message in stream_kv_events(batcher, after_seq=after_seq, is_current=is_current):
             yield message
-
-
-def _refuse(name: str, way_out: str) -> NoReturn:
-    raise Unimplemented(f"{name} is not in this version of chipmesh; {way_out}", reason="NOT_IN_THIS_VERSION")

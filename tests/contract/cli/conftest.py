@@ -43,6 +43,7 @@ class ScriptedScheduler(admin_pb2_grpc.AdminServiceServicer):
         self.mesh = admin_pb2.Mesh()
         self.traffic: admin_pb2.SetTrafficRequest | None = None
         self.shadow: admin_pb2.SetShadowRequest | None = None
+        self.group: admin_pb2.SetGroupRequest | None = None
 
     def GetMesh(self, request: admin_pb2.GetMeshRequest, context: Any) -> admin_pb2.GetMeshResponse:
         return admin_pb2.GetMeshResponse(mesh=self.mesh)
@@ -55,11 +56,15 @@ class ScriptedScheduler(admin_pb2_grpc.AdminServiceServicer):
         self.shadow = request
         return admin_pb2.SetShadowResponse()
 
+    def SetGroup(self, request: admin_pb2.SetGroupRequest, context: Any) -> admin_pb2.SetGroupResponse:
+        self.group = request
+        return admin_pb2.SetGroupResponse()
+
     def unused(self, request: Any, context: Any) -> Any:
         """RPCs that the command line never calls."""
         raise NotImplementedError
 
-    WatchMesh = SwapChip = DrainWorker = FlushCache = SetGroup = SubscribeKvEvents = unused
+    WatchMesh = SwapChip = DrainWorker = FlushCache = SubscribeKvEvents = unused
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from chipmesh.scheduler.v1alpha1 import admin_pb2
-from meshkit.errors import InvalidArgument, NotFound, Unimplemented
+from meshkit.errors import InvalidArgument, NotFound
 from scheduler_svc.metrics import GAUGES
 from tests.contract.scheduler_svc.fake_executor import expected_tokens
 from tests.contract.scheduler_svc.fake_peers import until
@@ -142,10 +142,37 @@ async def test_a_drain_that_runs_out_of_time_moves_the_requests_and_blames_none(
         assert live.core.deaths == 0
 
 
-async def test_what_this_version_lacks_says_so(mesh: Any) -> None:
+async def test_a_lower_window_holds_for_those_that_come_and_a_higher_one_lets_them_in(mesh: Any) -> None:
     async with mesh() as m:
-        with pytest.raises(Unimplemented, match="not in this version"):
-            await m.call(m.admin.SetGroup, admin_pb2.SetGroupRequest(group="g"))
+        executor = await m.worker("w0")
+        gateway = await m.gateway()
+        executor.gate.clear()
+        running = [await gateway.submit([number], 40) for number in range(2)]
+        batcher = m.service.engine.core.batcher(m.service.pool.member("w0").replica)
+        await until(lambda: batcher.running == 2, "both run")
+        await m.call(m.admin.SetGroup, admin_pb2.SetGroupRequest(group="g", max_running_requests=1))
+        waiting = await gateway.submit([9], 4)
+        (replica,) = (await m.replicas()).values()
+        assert (replica.max_running_requests, replica.running, replica.waiting) == (1, 2, 1)
+        await m.call(m.admin.SetGroup, admin_pb2.SetGroupRequest(group="g", max_running_requests=0))
+        executor.release()
+        await waiting.end()
+        assert (await m.replicas())["w0"].max_running_requests > 2
+        for each, number in zip(running, range(2), strict=True):
+            await each.end()
+            assert each.tokens == expected_tokens([number], 40)
+
+
+async def test_wrong_settings_of_a_group_are_named_and_change_nothing(mesh: Any) -> None:
+    async with mesh() as m:
+        await m.worker("w0")
+        with pytest.raises(NotFound, match="there is: g"):
+            await m.call(m.admin.SetGroup, admin_pb2.SetGroupRequest(group="nope", chunk_tokens=1))
+        wrong = admin_pb2.SetGroupRequest(group="g", chunk_tokens=1, schedule_policy="best")
+        with pytest.raises(InvalidArgument, match="'best' is unknown; known are: dfs-weight") as refused:
+            await m.call(m.admin.SetGroup, wrong)
+        assert refused.value.field == "schedule_policy"
+        assert (await m.replicas())["w0"].chunk_tokens > 1
 
 
 async def test_health_says_serving_and_http_shows_the_parts_and_the_known_metrics(mesh: Any) -> None:

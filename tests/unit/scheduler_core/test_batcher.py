@@ -84,7 +84,7 @@ def test_logprobs_stay_with_their_tokens_when_a_neighbour_has_ended_meanwhile() 
     stopping = make_request([1, 2], 9, stops=oracle([1, 2], 9))
     going_on = make_request([3, 4], 9)
     drive.add(stopping, going_on)
-    while not drive.told[going_on.id] == 3:
+    while drive.told[going_on.id] != 3:
         while len(drive.results) < drive.depth:
             drive.plan()
         result = drive.results[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -127,7 +129,9 @@ class BatcherMachine(RuleBasedStateMachine):
     def plan(self, times: int) -> None:
         for _ in range(times):
             if len(self.drive.results) < self.depth:
-                self.drive.plan()
+                plan = self.drive.plan()
+                if plan is not None and plan.admitted:
+                    assert len(self.drive.batcher._slots.seats) <= self.limits.max_running_requests
 
     @rule(times=st.integers(1, 4))
     def apply(self, times: int) -> None:
@@ -157,6 +161,19 @@ class BatcherMachine(RuleBasedStateMachine):
     def fail(self, data: st.DataObject) -> None:
         # Of slots that the batcher is about to release nothing is computed any more: then nothing fails.
         self.drive.executor.fail_next.add(data.draw(st.sampled_from(sorted(self.drive.executor.slots))))
+
+    @rule(
+        slots=st.integers(1, 8),
+        chunk=st.sampled_from([1, 5, 16, 64]),
+        policy=st.sampled_from(sorted(POLICIES)),
+    )
+    def change_settings(self, slots: int, chunk: int, policy: str) -> None:
+        """As an operator does while requests run; the executor has more slots than the ceiling says."""
+        self.limits = replace(self.limits, max_running_requests=slots, chunk_tokens=chunk)
+        self.policy = policy
+        self.drive.batcher.set_ceilings(max_running_requests=slots, chunk_tokens=chunk)
+        self.drive.batcher.set_policy(make_policy(policy))
+        self.drive.executor.limits = replace(self.limits, max_running_requests=8)
 
     @rule()
     def flush(self) -> None:

@@ -702,9 +702,9 @@ class SetGroupRequest(_message.Message):
     group: _builtins.str
     """The group."""
     chunk_tokens: _builtins.int
-    """Most prompt tokens of a step."""
+    """Most prompt tokens of a step: a ceiling over what each replica takes. 0: no ceiling."""
     max_running_requests: _builtins.int
-    """Most requests at once, per replica."""
+    """Most requests at once, per replica: a ceiling over its slots. 0: no ceiling."""
     schedule_policy: _builtins.str
     """Order of waiting requests."""
     def __init__(

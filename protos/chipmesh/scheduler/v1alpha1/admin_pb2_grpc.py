@@ -131,7 +131,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetGroup(self, request, context):
-        """SetGroup changes a group's settings. Idempotent.
+        """SetGroup changes a group's settings while it runs; what is absent stays as it is. Requests that run beyond a lower ceiling go on.
+        NOT_FOUND: unknown group. INVALID_ARGUMENT: unknown policy. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,7 +49,9 @@ class AdminServiceStub:
     FlushCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlushCacheRequest, _admin_pb2.FlushCacheResponse]
     """FlushCache drops cached prefixes that no request uses. Idempotent."""
     SetGroup: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetGroupRequest, _admin_pb2.SetGroupResponse]
-    """SetGroup changes a group's settings. Idempotent."""
+    """SetGroup changes a group's settings while it runs; what is absent stays as it is. Requests that run beyond a lower ceiling go on.
+    NOT_FOUND: unknown group. INVALID_ARGUMENT: unknown policy. Idempotent.
+    """
     SetShadow: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetShadowRequest, _admin_pb2.SetShadowResponse]
     """SetShadow mirrors a share of a group's traffic to another group. Idempotent."""
     SubscribeKvEvents: _grpc.UnaryStreamMultiCallable[_admin_pb2.SubscribeKvEventsRequest, _admin_pb2.SubscribeKvEventsResponse]
@@ -79,7 +81,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     FlushCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlushCacheRequest, _admin_pb2.FlushCacheResponse]  # type: ignore[assignment]
     """FlushCache drops cached prefixes that no request uses. Idempotent."""
     SetGroup: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetGroupRequest, _admin_pb2.SetGroupResponse]  # type: ignore[assignment]
-    """SetGroup changes a group's settings. Idempotent."""
+    """SetGroup changes a group's settings while it runs; what is absent stays as it is. Requests that run beyond a lower ceiling go on.
+    NOT_FOUND: unknown group. INVALID_ARGUMENT: unknown policy. Idempotent.
+    """
     SetShadow: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetShadowRequest, _admin_pb2.SetShadowResponse]  # type: ignore[assignment]
     """SetShadow mirrors a share of a group's traffic to another group. Idempotent."""
     SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_admin_pb2.SubscribeKvEventsRequest, _admin_pb2.SubscribeKvEventsResponse]  # type: ignore[assignment]
@@ -148,7 +152,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SetGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetGroupResponse, _abc.Awaitable[_admin_pb2.SetGroupResponse]]:
-        """SetGroup changes a group's settings. Idempotent."""
+        """SetGroup changes a group's settings while it runs; what is absent stays as it is. Requests that run beyond a lower ceiling go on.
+        NOT_FOUND: unknown group. INVALID_ARGUMENT: unknown policy. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def SetShadow(
