@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from chipmesh.scheduler.v1alpha1 import registry_pb2
@@ -34,7 +33,7 @@ class Swap:
         self.changed.set()
 
     def fail(self, message: str, *, reason: str) -> None:
-        """The old executor serves on."""
+        """The old executor serves on, or is loaded again."""
         self.error = FailedPrecondition(message, reason=reason or "SWAP_FAILED")
         self.changed.set()
 
@@ -45,9 +44,7 @@ class Swaps:
     def __init__(self) -> None:
         self._swaps: dict[str, Swap] = {}
 
-    def begin(
-        self, worker: str, *, swap_id: str, backend: str, device: int, options: Mapping[str, str]
-    ) -> Swap:
+    def begin(self, worker: str, order: registry_pb2.SwapOrder) -> Swap:
         """Order a swap.
 
         Raises:
@@ -56,13 +53,10 @@ class Swaps:
         running = self.running(worker)
         if running is not None:
             raise FailedPrecondition(
-                f"worker {worker!r} is being swapped to {running.order.backend!r} already; wait for its end",
+                f"worker {worker!r} is being swapped already ({running.order.swap_id}); wait for its end",
                 field="worker",
                 reason="SWAP_RUNNING",
             )
-        order = registry_pb2.SwapOrder(
-            swap_id=swap_id, backend=backend, device=device, backend_options=options
-        )
         swap = self._swaps[worker] = Swap(order)
         return swap
 

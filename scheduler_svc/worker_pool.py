@@ -323,9 +323,10 @@ class WorkerPool:
             source=self._engine,
             settings=self._links,
             on_attached=attached,
-            # A drained executor did nothing wrong, nor did the requests that leave it.
+            # One that is drained or swapped did nothing wrong, nor did the requests that leave it.
             on_closed=lambda blame: self._engine.remove_replica(
-                member.replica, blame=blame and not member.draining
+                member.replica,
+                blame=blame and not member.draining and self.swaps.running(member.worker) is None,
             ),
         )
         return link

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshkit.errors import FailedPrecondition
+from meshkit.errors import FailedPrecondition, ResourceExhausted
 from meshkit.telemetry.logging import get_logger
 from plugins.sdk.backend import Backend
 from plugins.sdk.memory import Buffer
@@ -126,9 +126,20 @@ class OperatorModelRunner(ModelRunner):
         self._require_cache().sampling.release(slot)
 
     def run_step(self, batch: StepBatch) -> StepOutput:
-        """One forward pass over all rows; the head runs for rows that sample only."""
+        """One forward pass over all rows; the head runs for rows that sample only.
+
+        Raises:
+            ResourceExhausted: the device has no memory left for this step. It is well, and takes others.
+        """
         loaded, cache = self._require_model(), self._require_cache()
-        return self._backend.execute_runnable(lambda: _run_step(batch, loaded, cache))
+        try:
+            return self._backend.execute_runnable(lambda: _run_step(batch, loaded, cache))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise ResourceExhausted(
+                f"the device has no memory left for a step: {error}. Lower mem_fraction_static, "
+                "max_running_requests or chunked_prefill_size",
+                reason="OUT_OF_DEVICE_MEMORY",
+            ) from error
 
     def reset(self) -> None:
         """Forget all slots."""

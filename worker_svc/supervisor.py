@@ -18,7 +18,7 @@ from google.protobuf.duration_pb2 import Duration
 from chipmesh.device.v1alpha1.plugin_pb2 import ProbeRequest, ProbeResponse
 from chipmesh.device.v1alpha1.plugin_pb2_grpc import PluginServiceStub
 from chipmesh.scheduler.v1alpha1.registry_pb2 import SwapOrder, SwapProgress
-from meshkit.errors import MeshError, Unavailable
+from meshkit.errors import MeshError, ResourceExhausted, Unavailable
 from meshkit.rpc.channel import open_channel
 from meshkit.telemetry.logging import get_logger
 from worker_svc.config import WorkerConfig
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # generated for type checkers only
 log = get_logger(__name__)
 
 PROBE_TIMEOUT_S = 2.0
+_NO_ROOM = grpc.StatusCode.RESOURCE_EXHAUSTED.name
 
 
 @dataclass(slots=True)
@@ -73,6 +74,8 @@ class Supervisor:
         given = config.takeover_token
         self._takeover_token = given.get_secret_value() if given else secrets.token_hex(16)
         self._executor: _Executor | None = None
+        self._leaving: _Executor | None = None
+        """One that was ended to make room for its successor."""
         self._swap_id = ""
         self._swapping: asyncio.Task[None] | None = None
         self._swapped = asyncio.Event()
@@ -119,8 +122,11 @@ class Supervisor:
             if reason is None:
                 continue  # Another executor has taken its place.
             lasted_s = loop.time() - began
-            log.error("executor is lost", reason=reason, pid=executor.process.pid, lasted_s=lasted_s)
-            self._set_state(ExecutorState.EXECUTOR_STATE_DEAD, executor.process.instance_id)
+            if executor is self._leaving:
+                log.info("executor has made room", pid=executor.process.pid)
+            else:
+                log.error("executor is lost", reason=reason, pid=executor.process.pid, lasted_s=lasted_s)
+                self._set_state(ExecutorState.EXECUTOR_STATE_DEAD, executor.process.instance_id)
             await self._bury(executor)
             if self._swapping is not None:
                 await asyncio.wait({self._swapping})  # Its new executor serves too, and is loading already.
@@ -136,7 +142,7 @@ class Supervisor:
         """
         if order.swap_id == self._swap_id or self._swapping is not None:
             return
-        self._swap_id = order.swap_id
+        self._swap_id, self._leaving = order.swap_id, None
         self._swapping = asyncio.create_task(self._swap(order), name=f"swap {order.swap_id}")
         self._swapping.add_done_callback(self._swap_ended)
 
@@ -152,18 +158,16 @@ class Supervisor:
         self._registrar.tell_swap(progress)
 
     async def _swap(self, order: SwapOrder) -> None:
-        changes = {
-            "backend": order.backend, "device": order.device, "backend_options": dict(order.backend_options)
-        }  # fmt: skip
-        wanted = self._config.model_copy(update=changes)
+        wanted = self._config.model_copy(update=_changes(order))
         self._tell_swap("load", 0.0)
         try:
-            new = await self._launch(wanted, beside=self._tell_swap)
+            new = await self._launch_instead(wanted, never_pause=order.never_pause)
         except MeshError as error:
-            log.error(
-                "swap failed, the present executor serves on", backend=order.backend, error=error.message
+            outcome = "serves on" if self._leaving is None else "is loaded again"
+            log.error("swap failed", backend=wanted.backend, former=outcome, error=error.message)
+            self._tell_swap(
+                "failed", 1.0, error=f"{error.message}; the former chip {outcome}", reason=error.reason
             )
-            self._tell_swap("failed", 1.0, error=error.message, reason=error.reason)
             return
         old, self._executor, self._config = self._executor, new, wanted
         self._announce(new)
@@ -174,7 +178,26 @@ class Supervisor:
         finally:
             if old is not None:
                 await self._bury(old)
-        log.info("swapped", backend=order.backend, instance_id=new.process.instance_id)
+        log.info("swapped", backend=wanted.backend, instance_id=new.process.instance_id)
+
+    async def _launch_instead(self, wanted: WorkerConfig, *, never_pause: bool) -> _Executor:
+        """A new executor beside the present one; where both do not fit, once that has made room.
+
+        Raises:
+            MeshError: it does not start.
+        """
+        try:
+            return await self._launch(wanted, beside=self._tell_swap)
+        except MeshError as error:
+            if never_pause or not _lacks_room(error):
+                raise
+            log.warning("both executors do not fit, the present one makes room", error=error.message)
+        self._tell_swap("room", 0.0)
+        self._leaving = self._present()
+        # Its requests move to peers, or wait: the scheduler replays them, as after a death.
+        self._set_state(ExecutorState.EXECUTOR_STATE_STARTING, self._leaving.process.instance_id)
+        await self._leaving.process.stop(timeout_s=self._config.executor.stop_timeout_s)
+        return await self._launch(wanted, beside=self._tell_swap)
 
     async def stop(self) -> None:
         """Tell the scheduler, let running requests end, then end the executor.
@@ -346,6 +369,23 @@ class Supervisor:
 def log_progress(stage: str, fraction: float) -> None:
     """The event that the command line shows as a progress bar."""
     log.info("load_progress", stage=stage, fraction=fraction)
+
+
+def _changes(order: SwapOrder) -> dict[str, Any]:
+    """What an order changes of the configuration."""
+    changes: dict[str, Any] = {}
+    if order.backend:
+        changes |= {
+            "backend": order.backend, "device": order.device, "backend_options": dict(order.backend_options)
+        }  # fmt: skip
+    if order.model_path:
+        changes["model_path"] = order.model_path
+    return changes
+
+
+def _lacks_room(error: MeshError) -> bool:
+    """Whether an executor did not start for want of memory: its own refusal, or ours of its numbers."""
+    return isinstance(error, ResourceExhausted) or error.metadata.get("cause_code") == _NO_ROOM
 
 
 def _settings(config: WorkerConfig) -> ExecutorSettings:

@@ -26,19 +26,24 @@ def swap_chip(
     backend: str,
     device: int,
     options: Sequence[str],
+    model_path: str,
+    never_pause: bool,
     endpoint: str | None,
     as_json: bool,
 ) -> None:
-    """Swap, show the stages as they come, and say how long it took.
+    """Swap, show the stages as they come, and say how long it took. backend: "" for the present one.
 
     Raises:
-        MeshError: the worker is not there, or the new executor did not start: the old one serves on.
+        MeshError: the worker is not there, or the new executor did not start: the old one serves on, or is
+            loaded again where it had to make room.
     """
     request = admin_pb2.SwapChipRequest(
         worker=worker,
         backend=backend,
         device=device,
         backend_options=read_backend_options(options, flag="--option"),
+        model_path=model_path,
+        never_pause=never_pause,
     )
     address = require_endpoint(state_dir_from_environment(), kind="scheduler", given=endpoint)
     begun = time.monotonic()
@@ -53,7 +58,7 @@ def swap_chip(
     if as_json:
         print_json({"worker": worker, "backend": backend, "stages": stages, "seconds": seconds})
     else:
-        print(f"{worker} runs on {backend} now ({seconds:.1f} s)")
+        print(f"{worker} runs on {backend or 'the same chip, loaded anew'} now ({seconds:.1f} s)")
 
 
 async def _swap(address: str, request: admin_pb2.SwapChipRequest, show: Show) -> list[str]:

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 
-from chipmesh.scheduler.v1alpha1 import admin_pb2
+from chipmesh.scheduler.v1alpha1 import admin_pb2, registry_pb2
 from chipmesh.scheduler.v1alpha1.admin_pb2_grpc import AdminServiceServicer
 from meshkit.errors import FailedPrecondition, InvalidArgument, Unavailable
 from meshkit.rpc.handlers import Context
@@ -108,8 +108,8 @@ class AdminServicer(AdminServiceServicer):
     async def SwapChip(
         self, request: admin_pb2.SwapChipRequest, context: Context
     ) -> AsyncIterator[admin_pb2.SwapChipResponse]:
-        if not request.backend:
-            raise InvalidArgument("backend is empty; name the plugin of the new chip", field="backend")
+        if not request.backend and (request.device or request.backend_options):
+            raise InvalidArgument("backend is empty; name it beside device and options", field="backend")
         member = self._pool.member(request.worker)
         if member.lost is not None:
             raise FailedPrecondition(
@@ -117,16 +117,15 @@ class AdminServicer(AdminServiceServicer):
                 field="worker",
                 reason="WORKER_LOST",
             )
-        options = dict(request.backend_options)
-        if request.emulate:
-            options["emulate"] = "true"
-        swap = self._pool.swaps.begin(
-            member.worker,
+        order = registry_pb2.SwapOrder(
             swap_id=f"swap-{secrets.token_hex(6)}",
             backend=request.backend,
             device=request.device,
-            options=options,
+            backend_options=request.backend_options,
+            model_path=request.model_path,
+            never_pause=request.never_pause,
         )
+        swap = self._pool.swaps.begin(member.worker, order)
         while not swap.is_over:
             swap.changed.clear()
             yield admin_pb2.SwapChipResponse(stage=swap.stage, fraction=swap.fraction)

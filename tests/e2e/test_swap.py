@@ -79,6 +79,32 @@ def test_a_swap_that_fails_says_why_and_the_old_chip_serves_on(mesh: RunningMesh
     assert mesh.replicas()[0]["instance_id"] == before["instance_id"]
 
 
+def test_where_both_do_not_fit_the_old_chip_goes_first_and_the_streams_wait(tmp_path: Path) -> None:
+    options = (f"memory_file={tmp_path / 'memory'}", "step_ms=10")
+    with running_mesh(
+        tmp_path, "--backend", "hash", "--model-path", str(write_hash_model(tmp_path)), "--load-format",
+        "dummy", *(word for option in options for word in ("--backend-option", option)),
+    ) as mesh:  # fmt: skip
+        swap = ("swap", "worker-0", "--to", "hash", *(w for option in options for w in ("--option", option)))
+        first = mesh.replicas()[0]["instance_id"]
+        refused = mesh.cli(*swap, "--never-pause")
+        assert refused.returncode == 1
+        assert "taken by another process; the former chip serves on" in refused.stderr
+        assert mesh.replicas()[0]["instance_id"] == first
+
+        def swap_and_fail() -> None:
+            assert mesh.cli_json(*swap)["stages"].count("room") == 1
+            second = mesh.replicas()[0]["instance_id"]
+            assert second != first
+            # This one has the chip to itself in the end, and is wrong then.
+            failed = mesh.cli(*swap, "--option", "eos=999")
+            assert failed.returncode == 1
+            assert "the former chip is loaded again" in failed.stderr
+
+        under_streams(mesh, swap_and_fail)
+        assert_page_identity(mesh.wait_until_idle())
+
+
 def test_an_unknown_worker_or_backend_is_refused_with_what_there_is(mesh: RunningMesh) -> None:
     unknown = mesh.cli("swap", "worker-9", "--to", "hash")
     assert unknown.returncode == 1

@@ -539,16 +539,19 @@ class SwapChipRequest(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
-    EMULATE_FIELD_NUMBER: _builtins.int
     BACKEND_OPTIONS_FIELD_NUMBER: _builtins.int
+    MODEL_PATH_FIELD_NUMBER: _builtins.int
+    NEVER_PAUSE_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """The worker."""
     backend: _builtins.str
-    """Backend of the new executor."""
+    """Backend of the new executor; empty: the one that it has, with its device and options."""
     device: _builtins.int
     """Device index of the new executor."""
-    emulate: _builtins.bool
-    """Allow an emulated chip."""
+    model_path: _builtins.str
+    """Weights of the new executor; empty: those that it has, loaded anew. Requests go on with them from their next token."""
+    never_pause: _builtins.bool
+    """Where both executors do not fit: fail, rather than have the old one make room first."""
     @_builtins.property
     def backend_options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Options of the new backend."""
@@ -559,12 +562,13 @@ class SwapChipRequest(_message.Message):
         worker: _builtins.str = ...,
         backend: _builtins.str = ...,
         device: _builtins.int = ...,
-        emulate: _builtins.bool = ...,
         backend_options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        model_path: _builtins.str = ...,
+        never_pause: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "backend_options", b"backend_options", "device", b"device", "emulate", b"emulate", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "backend_options", b"backend_options", "device", b"device", "model_path", b"model_path", "never_pause", b"never_pause", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -580,7 +584,7 @@ class SwapChipResponse(_message.Message):
     FRACTION_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """load, verify, parity, fence, replay or done."""
+    """order, what the worker says (load stages; room: the old executor makes room), fence, parity, replay or done."""
     fraction: _builtins.float
     """Range [0, 1] within the stage."""
     message: _builtins.str

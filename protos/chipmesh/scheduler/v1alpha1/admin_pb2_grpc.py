@@ -108,9 +108,10 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SwapChip(self, request, context):
-        """SwapChip replaces a worker's executor by one on another chip, under the same worker id, and streams its progress. The new one is
-        loaded beside the old, which serves until then; requests that run move by replay. FAILED_PRECONDITION: the new executor did not start
-        (cause named; the old one serves on), or another swap of this worker is running.
+        """SwapChip replaces a worker's executor by one on another chip or with other weights, under the same worker id, and streams its
+        progress. The new one is loaded beside the old, which serves until then; where both do not fit, the old one goes first, and its requests
+        move to peers or wait. Requests that run move by replay. FAILED_PRECONDITION: the new executor did not start (cause named; the old one
+        serves on, or is loaded again), or another swap of this worker is running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

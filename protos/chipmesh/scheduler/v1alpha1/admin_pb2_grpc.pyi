@@ -40,9 +40,10 @@ class AdminServiceStub:
     SetTraffic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetTrafficRequest, _admin_pb2.SetTrafficResponse]
     """SetTraffic sets the weights of groups. INVALID_ARGUMENT: unknown group, negative weight, or all weights 0. Idempotent."""
     SwapChip: _grpc.UnaryStreamMultiCallable[_admin_pb2.SwapChipRequest, _admin_pb2.SwapChipResponse]
-    """SwapChip replaces a worker's executor by one on another chip, under the same worker id, and streams its progress. The new one is
-    loaded beside the old, which serves until then; requests that run move by replay. FAILED_PRECONDITION: the new executor did not start
-    (cause named; the old one serves on), or another swap of this worker is running.
+    """SwapChip replaces a worker's executor by one on another chip or with other weights, under the same worker id, and streams its
+    progress. The new one is loaded beside the old, which serves until then; where both do not fit, the old one goes first, and its requests
+    move to peers or wait. Requests that run move by replay. FAILED_PRECONDITION: the new executor did not start (cause named; the old one
+    serves on, or is loaded again), or another swap of this worker is running.
     """
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
     """DrainWorker ends or moves a worker's requests and sends it nothing new. Idempotent."""
@@ -72,9 +73,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     SetTraffic: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetTrafficRequest, _admin_pb2.SetTrafficResponse]  # type: ignore[assignment]
     """SetTraffic sets the weights of groups. INVALID_ARGUMENT: unknown group, negative weight, or all weights 0. Idempotent."""
     SwapChip: _aio.UnaryStreamMultiCallable[_admin_pb2.SwapChipRequest, _admin_pb2.SwapChipResponse]  # type: ignore[assignment]
-    """SwapChip replaces a worker's executor by one on another chip, under the same worker id, and streams its progress. The new one is
-    loaded beside the old, which serves until then; requests that run move by replay. FAILED_PRECONDITION: the new executor did not start
-    (cause named; the old one serves on), or another swap of this worker is running.
+    """SwapChip replaces a worker's executor by one on another chip or with other weights, under the same worker id, and streams its
+    progress. The new one is loaded beside the old, which serves until then; where both do not fit, the old one goes first, and its requests
+    move to peers or wait. Requests that run move by replay. FAILED_PRECONDITION: the new executor did not start (cause named; the old one
+    serves on, or is loaded again), or another swap of this worker is running.
     """
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """DrainWorker ends or moves a worker's requests and sends it nothing new. Idempotent."""
@@ -125,9 +127,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SwapChipRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.SwapChipResponse], _abc.AsyncIterator[_admin_pb2.SwapChipResponse]]:
-        """SwapChip replaces a worker's executor by one on another chip, under the same worker id, and streams its progress. The new one is
-        loaded beside the old, which serves until then; requests that run move by replay. FAILED_PRECONDITION: the new executor did not start
-        (cause named; the old one serves on), or another swap of this worker is running.
+        """SwapChip replaces a worker's executor by one on another chip or with other weights, under the same worker id, and streams its
+        progress. The new one is loaded beside the old, which serves until then; where both do not fit, the old one goes first, and its requests
+        move to peers or wait. Requests that run move by replay. FAILED_PRECONDITION: the new executor did not start (cause named; the old one
+        serves on, or is loaded again), or another swap of this worker is running.
         """
 
     @_abc_1.abstractmethod

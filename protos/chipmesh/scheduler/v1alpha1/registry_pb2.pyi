@@ -271,12 +271,18 @@ class SwapOrder(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     BACKEND_OPTIONS_FIELD_NUMBER: _builtins.int
+    MODEL_PATH_FIELD_NUMBER: _builtins.int
+    NEVER_PAUSE_FIELD_NUMBER: _builtins.int
     swap_id: _builtins.str
     """Id of the order: the same one is carried out once."""
     backend: _builtins.str
-    """Backend of the new executor."""
+    """Backend of the new executor; empty: the present one, with its device and options."""
     device: _builtins.int
     """Device index of the new executor."""
+    model_path: _builtins.str
+    """Weights of the new executor; empty: the present ones, loaded anew."""
+    never_pause: _builtins.bool
+    """Where both executors do not fit: fail, rather than have the old one make room first."""
     @_builtins.property
     def backend_options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Options of the backend."""
@@ -288,10 +294,12 @@ class SwapOrder(_message.Message):
         backend: _builtins.str = ...,
         device: _builtins.int = ...,
         backend_options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        model_path: _builtins.str = ...,
+        never_pause: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "backend_options", b"backend_options", "device", b"device", "swap_id", b"swap_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "backend_options", b"backend_options", "device", b"device", "model_path", b"model_path", "never_pause", b"never_pause", "swap_id", b"swap_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -315,7 +323,7 @@ class SwapProgress(_message.Message):
     fraction: _builtins.float
     """Range [0, 1] within the stage."""
     error: _builtins.str
-    """Why it failed, where it did: the old executor serves on."""
+    """Why it failed, where it did: the old executor serves on, or is loaded again."""
     reason: _builtins.str
     """Reason of that error in UPPER_SNAKE."""
     def __init__(
