@@ -44,6 +44,7 @@ from scheduler_svc.core.structures import (
     StepResult,
     TokensMade,
 )
+from scheduler_svc.core.suspects import SuspectLine
 from scheduler_svc.core.token_key import key_tokens, token_key
 from scheduler_svc.core.waiting_queue import PATIENCE, WaitingQueue
 
@@ -97,6 +98,7 @@ class Batcher:
             slots=self._slots,
             reserve=self._reserve,
         )
+        self._suspects = SuspectLine()
         self._steps = StepsInFlight()
         self._next_seq = 1
         self._last_decode_seq = 0
@@ -120,12 +122,12 @@ class Batcher:
     @property
     def running(self) -> int:
         """Requests that have or had a slot and are not finished."""
-        return len(self._tickets) - len(self._waiting)
+        return len(self._tickets) - self.waiting
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
+        """Requests in the queue, and those that will enter it."""
+        return len(self._waiting) + len(self._suspects)
 
     @property
     def pages(self) -> PageCounts:
@@ -214,18 +216,20 @@ class Batcher:
         if ticket is None:
             return []
         self._end(ticket)
+        self._let_suspects_through()
         self._settle(applied_seq=self._steps.applied_seq)
         return [Finished(request, FinishReason.CANCELLED)]
 
     def lose(self, *, blame: bool = True) -> list[Request]:
         """The replica is gone: its unfinished requests, running ones first, each group oldest first.
 
-        blame: a request that was in a slot has one death more. Nothing is left here afterwards.
+        blame: those that were in a slot are suspects of its death. Nothing is left here afterwards.
         """
-        waiting = [ticket.request for ticket in self._waiting]
+        waiting = [ticket.request for ticket in [*self._waiting, *self._suspects.held()]]
         ran = [ticket.request for ticket in self._tickets.values() if ticket.state is not State.WAITING]
-        for request in ran:
-            request.deaths += blame
+        if blame:
+            for request in ran:
+                request.blame(steps_in_flight=self.steps_in_flight)
         for ticket in list(self._tickets.values()):
             self._end(ticket)
         self._steps.clear()
@@ -411,6 +415,7 @@ class Batcher:
         for chunk in step.chunks:
             self._confirm_chunk(chunk)
         self._take_tokens(seats, result, events)
+        self._let_suspects_through()
         self._settle(applied_seq=self._steps.applied_seq)
         return events
 
@@ -468,15 +473,26 @@ class Batcher:
     # ------------------------------------------------------------ leaving
 
     def _wait(self, ticket: Ticket) -> None:
-        self._waiting.add(ticket, now=self._next_seq)
-        self._may_admit = True
+        if self._suspects.lets_through(ticket):
+            self._waiting.add(ticket, now=self._next_seq)
+            self._may_admit = True
+
+    def _let_suspects_through(self) -> None:
+        """Those whose turn it is, now that others were cleared or have ended."""
+        if not self._suspects.is_busy:
+            return
+        for ticket in self._suspects.next_group():
+            self._waiting.add(ticket, now=self._next_seq)
+            self._may_admit = True
 
     def _end(self, ticket: Ticket) -> None:
         """A request has its last event: out of the queue or its slot; tokens that still come are dropped."""
         del self._tickets[ticket.request.id]
         self.load -= 1
+        is_held = self._suspects.discard(ticket)
         if ticket.state is State.WAITING:
-            self._waiting.remove(ticket)
+            if not is_held:
+                self._waiting.remove(ticket)
             self._may_admit = True  # It may have been the one that found no room.
         elif ticket.seat is not None:
             ticket.seat.is_dropped = True

@@ -28,7 +28,9 @@ from scheduler_svc.core.token_key import token_key
 _MOST_CANDIDATES = 16
 """Replicas whose cache is looked into for one request; more would cost more than their prefix saves."""
 MAX_DEATHS = 2
-"""Replicas that may die under a request before it is quarantined."""
+"""Replicas that may die under a request, without a token made in between, before it is quarantined."""
+MAX_DEATHS_IN_ALL = 8
+"""The same, whatever it made: one that kills now and then would go on for ever."""
 
 
 @dataclass(slots=True)
@@ -242,7 +244,7 @@ class MeshCore:
         return self._place_waiting()
 
     def remove_replica(self, replica: ReplicaId, *, blame: bool = True) -> list[Event]:
-        """A replica is gone: its requests go on elsewhere, or wait; Failed(POISONED) after two deaths.
+        """A replica is gone: its requests go on elsewhere, or wait; Failed(POISONED) after too many deaths.
 
         blame: those that were running count this as a death; not so where it went in order.
 
@@ -256,7 +258,7 @@ class MeshCore:
         group.refresh()
         events: list[Event] = []
         for request in lost:
-            if request.deaths >= MAX_DEATHS:
+            if request.deaths >= MAX_DEATHS or request.deaths_in_all >= MAX_DEATHS_IN_ALL:
                 events.append(_poisoned(request))
             else:
                 self._unplaced[request.id] = request
@@ -417,7 +419,7 @@ def _poisoned(request: Request) -> Failed:
     return Failed(
         request,
         "POISONED",
-        f"request {request.id} was running on {request.deaths} replicas as they died; it is not tried again",
+        f"the request was running on {request.deaths_in_all} replicas as they died; it is not tried again",
     )
 
 

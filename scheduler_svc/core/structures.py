@@ -48,7 +48,11 @@ class Request:
     needs_history: bool = False
     """The sampler needs the tokens themselves (penalties), not only their number."""
     deaths: int = 0
-    """Replicas that were lost while this request ran on them."""
+    """Replicas that were lost while it ran on them, since it last made headway."""
+    deaths_in_all: int = 0
+    """Those, and those before."""
+    suspect_until: int = -1
+    """Output tokens that it must pass to be no suspect of the last death any more."""
     payload: Any = None
     adapter: str = ""
     """Name of the adapter (LoRA) that it runs with; "" for none. Adapters do not share prefixes."""
@@ -66,6 +70,22 @@ class Request:
     def space(self) -> Namespace:
         """Where its prefix may be looked for."""
         return Namespace(self.salt, self.adapter)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be the one that its last replica died of (suspects.py)."""
+        return len(self.output) <= self.suspect_until
+
+    def blame(self, *, steps_in_flight: int) -> None:
+        """A replica was lost while it ran there: what it did in steps in flight may have been the cause."""
+        self.deaths += 1
+        self.deaths_in_all += 1
+        self.suspect_until = len(self.output) + steps_in_flight
+
+    def clear(self) -> None:
+        """It made headway: the last death was not its doing."""
+        self.deaths = 0
+        self.suspect_until = -1
 
     @property
     def length(self) -> int:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from scheduler_svc.core.errors import QueueFull, RequestTooLarge, UnknownModel, UnknownPolicy, UnknownReplica
 from scheduler_svc.core.mesh import MeshCore
@@ -57,16 +60,20 @@ class Mesh:
         for request in requests:
             self.core.submit(request)
 
-    def step(self) -> bool:
-        """One step of every replica; whether there was any."""
+    def step(self, *, deadly: Request | None = None) -> bool:
+        """One step of every replica; whether there was any. deadly: its next token kills who makes it."""
         worked = False
-        for replica, executor in self.executors.items():
+        for replica, executor in list(self.executors.items()):
             batcher = self.core.batcher(replica)
             plan = batcher.plan()
             self.events += batcher.take_events()
             if plan is not None:
                 worked = True
-                self.events += batcher.apply(executor.execute(plan))
+                result = executor.execute(plan)
+                if deadly in [executor.slots[slot].admission.request for slot in result.slots]:
+                    self.leave(replica)
+                    return True
+                self.events += batcher.apply(result)
         return worked
 
     def run(self) -> None:
@@ -252,13 +259,62 @@ def test_a_request_under_which_two_replicas_died_is_not_tried_again() -> None:
     poison = make_request([1], 50)
     mesh.submit(poison)
     for _ in range(2):
-        mesh.step()
-        mesh.leave(mesh.where(poison)[-1])
+        mesh.step(deadly=poison)
+    assert not mesh.executors
     failed = mesh.end(poison)
     assert isinstance(failed, Failed)
     assert failed.reason == "POISONED"
-    assert f"request {poison.id} was running on 2 replicas" in failed.message
+    assert "was running on 2 replicas" in failed.message
     assert mesh.core.snapshot().waiting == 0
+
+
+@given(
+    good=st.integers(0, 40),
+    replicas=st.integers(1, 3),
+    deadly_tokens=st.sampled_from([0, 1, 7]),
+    slots=st.sampled_from([4, 16, 64]),
+)
+def test_a_request_that_kills_what_runs_it_takes_two_replicas_and_no_other_request_with_it(
+    good: int, replicas: int, deadly_tokens: int, slots: int
+) -> None:
+    """It kills the replica in whose step its token number `deadly_tokens` is made, each time again."""
+    mesh = Mesh().group("g")
+    numbers = itertools.count()
+
+    def join() -> None:
+        mesh.join(
+            ReplicaId(f"r{next(numbers)}"), "g", make_limits(page_count=400, max_running_requests=slots)
+        )
+
+    for _ in range(replicas):
+        join()
+    poison = make_request([63, 1, 2], 20)
+    requests = [make_request([number, 1, 2], 20) for number in range(good)]
+    mesh.submit(*requests[: good // 2], poison, *requests[good // 2 :])
+    lost = 0
+    while mesh.step(deadly=poison if len(poison.output) == deadly_tokens else None):
+        lost += len(mesh.executors) < replicas
+        if len(mesh.executors) < replicas:
+            join()
+    assert lost == 2
+    assert isinstance(mesh.end(poison), Failed)
+    for request in requests:
+        assert isinstance(mesh.end(request), Finished)
+        assert request.output == oracle(request.prompt, 20)
+
+
+def test_a_request_that_made_headway_after_a_death_may_live_through_many_more() -> None:
+    mesh = Mesh().group("g", A)
+    request = make_request([1], 50)
+    mesh.submit(request)
+    for replica in (B, C, A, B):
+        for _ in range(6):
+            mesh.step()
+        mesh.leave(next(iter(mesh.executors)))
+        mesh.join(replica, "g")
+    mesh.run()
+    assert request.output == oracle([1], 50)
+    assert request.deaths_in_all == 4
 
 
 def test_a_replica_that_leaves_in_order_is_no_death_of_its_requests() -> None:
