@@ -13,7 +13,7 @@ from typing import Any
 
 from chipmesh.inference.v1alpha1 import inference_pb2_grpc
 from gateway.config import GatewayConfig
-from gateway.generation import GenerationBounds, Generations
+from gateway.generation import RETRY_AFTER_S, GenerationBounds, Generations
 from gateway.metrics import GatewayMetrics
 from gateway.models import open_models
 from gateway.prompts import PromptReader
@@ -104,8 +104,11 @@ class GatewayService:
         await _within(grace_s, generations.wait_idle())
         generations.fail_all(
             Unavailable(
-                f"this gateway has stopped, and the request did not end within {grace_s:g} s; send it again",
-                reason="SHUTTING_DOWN",
+                f"this gateway shuts down, and the request did not end within {grace_s:g} s; send it to "
+                "another gateway, with the tokens that came in output_token_ids and sampling as in "
+                "accepted.effective_sampling, and it goes on after them",
+                reason="DRAINING",
+                retry_after_s=RETRY_AFTER_S,
             )
         )
         await _within(LAST_WORDS_S, generations.wait_idle())
@@ -128,7 +131,10 @@ class GatewayService:
             table=StreamTable(max_live=config.max_live_requests, keep_finished_s=config.keep_finished_s),
             metrics=metrics,
             bounds=GenerationBounds(
-                config.accept_timeout_s, config.resume_window_s, config.max_messages_per_s
+                accept_timeout_s=config.accept_timeout_s,
+                resume_window_s=config.resume_window_s,
+                max_resume_window_s=config.max_resume_window_s,
+                max_messages_per_s=config.max_messages_per_s,
             ),
         )
         http = ObservabilityServer(config.http_listen, metrics.registry, self._health)

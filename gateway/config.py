@@ -51,8 +51,9 @@ class GatewayConfig(ServiceConfig):
         stream's messages get fewer and larger. 8,000 take about a third of a core.
     max_message_bytes: largest message of a client and of the session. max_prompt_bytes: of one prompt.
     keep_finished_s: how long an ended request can still be resumed.
-    resume_window_s: how long a request whose client is gone goes on, waiting for ResumeGeneration. 0: it is
-        cancelled at once.
+    resume_window_s: how long a request whose client is gone goes on, waiting for it to come back. 0: it is
+        cancelled at once, since a cancel and a lost connection look alike here. max_resume_window_s: the most
+        that a request may ask for itself.
     accept_timeout_s: how long a new request waits for the scheduler to take it.
     outage_limit_s: how long accepted requests wait for a scheduler that is gone before they fail.
     drain_grace_s: how long live requests may go on after SIGTERM; runtimes of containers wait 10 s.
@@ -70,6 +71,7 @@ class GatewayConfig(ServiceConfig):
     max_prompt_bytes: int = Field(default=16 * MIB, ge=1)
     keep_finished_s: float = Field(default=30.0, ge=0.0)
     resume_window_s: float = Field(default=0.0, ge=0.0)
+    max_resume_window_s: float = Field(default=60.0, ge=0.0, allow_inf_nan=False)
     accept_timeout_s: float = Field(default=10.0, gt=0.0)
     outage_limit_s: float = Field(default=60.0, gt=0.0)
     drain_grace_s: float = Field(default=8.0, ge=0.0)
@@ -82,6 +84,15 @@ class GatewayConfig(ServiceConfig):
         if twice:
             raise ValueError(f"each model needs a name of its own; used twice: {', '.join(twice)}")
         return models
+
+    @model_validator(mode="after")
+    def _windows_fit(self) -> GatewayConfig:
+        if self.resume_window_s > self.max_resume_window_s:
+            raise ValueError(
+                f"resume_window_s is {self.resume_window_s:g}, more than max_resume_window_s, which is "
+                f"{self.max_resume_window_s:g}; lower the one or raise the other"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

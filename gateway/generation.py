@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from chipmesh.inference.v1alpha1 import inference_pb2 as pb
 from gateway import validation
 from gateway.generation_spec import Finish, FinishReason, GenerationSpec
+from gateway.given_output import check_agrees, check_logprobs_from, check_same, take_in
 from gateway.live_request import LiveRequest, OutputReader
 from gateway.metrics import GatewayMetrics, RequestTimer
 from gateway.models import ServedModel, ServedModels
@@ -28,13 +30,15 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True)
 class GenerationBounds:
-    """accept_timeout_s: for the scheduler to take a request. resume_window_s: for a reader to come back.
+    """accept_timeout_s: for the scheduler to take a request.
 
-    max_messages_per_s: what all streams together send.
+    resume_window_s: for a reader to come back, where the request says nothing; max_resume_window_s: the most
+    that it may say. max_messages_per_s: what all streams together send.
     """
 
     accept_timeout_s: float
     resume_window_s: float
+    max_resume_window_s: float
     max_messages_per_s: int
 
 
@@ -79,7 +83,9 @@ class Generations:
     async def generate(
         self, request: pb.GenerateRequest, *, time_left_s: float | None
     ) -> AsyncIterator[OutputReader]:
-        """Start a generation and follow it; inside the block the mesh has accepted it.
+        """Start a generation, or follow the one of this request_id, after the output that the request brings.
+
+        Inside the block the mesh has accepted it.
 
         Leaving the block early, by an error or a cancelled task, cancels the request (after the resume
         window, where there is one).
@@ -90,14 +96,14 @@ class Generations:
         """
         self._refuse_while_draining()
         with self._following(), RequestSpan() as span:
-            live = await self._admit(request, span, time_left_s=time_left_s)
+            reader = await self._open(request, span, time_left_s=time_left_s)
+            live = reader.request
             span.accepted(live.spec)
-            reader = live.attach(pause_s=self._pause_s)
             try:
                 await self._wait_queued(live)
                 yield reader
             finally:
-                self._detach(live, reader)
+                self._detach(reader)
                 span.ended(live)
 
     @asynccontextmanager
@@ -109,6 +115,7 @@ class Generations:
             InvalidArgument: it has no such token yet.
         """
         live = self._table.find(request_id)
+        check_logprobs_from(next_index, live, field="next_index")
         known = len(live.token_ids)
         if next_index > known:
             raise InvalidArgument(
@@ -116,14 +123,13 @@ class Generations:
                 f"{known} is allowed",
                 field="next_index",
             )
-        reader = live.attach(next_index, pause_s=self._pause_s)
-        self._drop_abandonment(live)
+        reader = self._attach(live, next_index)
         with self._following():
             try:
                 await live.wait_queued()
                 yield reader
             finally:
-                self._detach(live, reader)
+                self._detach(reader)
 
     def cancel(self, request_id: str) -> bool:
         """End a request; its readers get its end. Whether it was live."""
@@ -175,45 +181,85 @@ class Generations:
             if not self._following_count:
                 self._idle.set()
 
-    async def _admit(
+    async def _open(
         self, request: pb.GenerateRequest, span: RequestSpan, *, time_left_s: float | None
-    ) -> LiveRequest:
+    ) -> OutputReader:
+        """A reader after the output that the request brings, on a new generation or on that of its id."""
         deadline = None if time_left_s is None else self._clock() + time_left_s
+        asked = self._read(request)
+        known = await self._table.find_again(request.request_id) if request.request_id else None
+        if known is not None:
+            return await self._join(known, asked)
+        live = await self._admit(asked, deadline=deadline, traceparent=span.traceparent)
+        return self._attach(live, live.given_count)
+
+    def _read(self, request: pb.GenerateRequest) -> _Asked:
         model = self.models.find(request.model)
         timer = RequestTimer(self._metrics, model.name, clock=self._clock)
         validation.check_request_id(request.request_id)
-        options = validation.read_options(request, model, draw_seed=self._draw_seed)
-        request_id = request.request_id or secrets.token_hex(16)
-        self._table.reserve(request_id)
+        options = validation.read_options(
+            request,
+            model,
+            draw_seed=self._draw_seed,
+            max_resume_window_s=self._bounds.max_resume_window_s,
+        )
+        return _Asked(request, request.request_id or secrets.token_hex(16), model, options, timer)
+
+    async def _admit(self, asked: _Asked, *, deadline: float | None, traceparent: str) -> LiveRequest:
+        self._table.reserve(asked.request_id)
         try:
-            spec = await self._complete(request, model, options, request_id)
+            spec = await self._complete(asked)
+            text = _output_text(spec, asked.model)
+            given = await self._take_in(asked.output_token_ids, spec, text)
+            # The gateway may have begun to drain while the prompt was tokenised.
+            self._refuse_while_draining()
             live = LiveRequest(
                 spec,
-                text=_output_text(spec, model),
-                observer=_Bookkeeper(timer, self._retire),
+                text=text,
+                observer=_Bookkeeper(asked.timer, self._retire),
+                given=given,
                 deadline=deadline,
-                traceparent=span.traceparent,
+                traceparent=traceparent,
             )
         except BaseException:
-            self._table.release(request_id)
+            self._table.release(asked.request_id)
             raise
         self._table.add(live)
-        self._session.submit(live)
+        if not live.finish_if_complete():
+            self._session.submit(live)
         return live
 
-    async def _complete(
-        self, request: pb.GenerateRequest, model: ServedModel, options: validation.Options, request_id: str
-    ) -> GenerationSpec:
-        prompt_token_ids = await self.prompts.read(request.prompt, model)
-        # The gateway may have begun to drain while the prompt was tokenised.
-        self._refuse_while_draining()
+    async def _join(self, live: LiveRequest, asked: _Asked) -> OutputReader:
+        """Follow a request that is here already, from the client's place on.
+
+        It may have to be waited for: the client may have got further with another gateway.
+        """
+        reader, given = self._attach(live), asked.output_token_ids
+        try:
+            check_same(await self._complete(asked), live)
+            check_agrees(given, live)
+            check_logprobs_from(len(given), live, field="output_token_ids")
+            await reader.skip_to(len(given))
+            check_agrees(given, live)
+        except BaseException:
+            self._detach(reader)
+            raise
+        return reader
+
+    async def _complete(self, asked: _Asked) -> GenerationSpec:
+        prompt = asked.request.prompt
         return validation.complete(
-            options,
-            model,
-            request_id=request_id,
-            prompt_token_ids=prompt_token_ids,
-            field=field_of(request.prompt),
+            asked.options,
+            asked.model,
+            request_id=asked.request_id,
+            prompt_token_ids=await self.prompts.read(prompt, asked.model),
+            field=field_of(prompt),
         )
+
+    async def _take_in(self, token_ids: Sequence[int], spec: GenerationSpec, text: OutputText) -> array[int]:
+        if not token_ids:
+            return array("I")
+        return await self.prompts.pool.run(take_in, token_ids, spec, text)
 
     async def _wait_queued(self, live: LiveRequest) -> None:
         try:
@@ -235,13 +281,20 @@ class Generations:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def _detach(self, live: LiveRequest, reader: OutputReader) -> None:
+    def _attach(self, live: LiveRequest, next_index: int = 0) -> OutputReader:
+        self._drop_abandonment(live)
+        return live.attach(next_index, pause_s=self._pause_s)
+
+    def _detach(self, reader: OutputReader) -> None:
+        live = reader.request
         live.detach(reader)
         if live.has_ended or live.reader_count:
             return
-        if self._bounds.resume_window_s > 0 and live.is_queued:
+        own = live.spec.scheduling.resume_window_s
+        window_s = self._bounds.resume_window_s if own is None else own
+        if window_s > 0 and live.is_queued:
             loop = asyncio.get_running_loop()
-            self._abandonments[live] = loop.call_later(self._bounds.resume_window_s, self._end, live)
+            self._abandonments[live] = loop.call_later(window_s, self._end, live)
         else:
             self._end(live)
 
@@ -257,6 +310,22 @@ class Generations:
         timer = self._abandonments.pop(live, None)
         if timer is not None:
             timer.cancel()
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request whose fields are checked, before its prompt is tokenised."""
+
+    request: pb.GenerateRequest
+    request_id: str
+    model: ServedModel
+    options: validation.Options
+    timer: RequestTimer
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """What the client has already."""
+        return self.request.output_token_ids
 
 
 class _Bookkeeper:

@@ -43,11 +43,15 @@ class StopConditions:
 
 @dataclass(frozen=True)
 class Scheduling:
-    """Where and when it runs among others; see SchedulingOptions of the inference contract."""
+    """Where and when it runs among others; see SchedulingOptions of the inference contract.
+
+    resume_window_s: None for the gateway's own.
+    """
 
     priority: int = 0
     cache_salt: str = ""
     session_key: str = ""
+    resume_window_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class GenerationSpec:
     """One request, checked and completed.
 
     end_token_ids: all ids that end it, the model's (unless ignored) and the client's.
+    seed_is_drawn: the client left the seed to the gateway.
     """
 
     request_id: str
@@ -65,6 +70,19 @@ class GenerationSpec:
     end_token_ids: tuple[int, ...]
     logprobs: bool = False
     scheduling: Scheduling = Scheduling()
+    seed_is_drawn: bool = False
+
+    def ending_of(self, token_ids: Sequence[int], *, matched_stop: str | None) -> FinishReason | None:
+        """Why a generation with this output has ended by it; None where it goes on.
+
+        matched_stop: the stop string that its last token completed.
+        """
+        count = len(token_ids)
+        if matched_stop is not None:
+            return FinishReason.STOP
+        if count and token_ids[-1] in self.end_token_ids and count >= self.stop.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if count >= self.stop.max_tokens else None
 
 
 @dataclass(frozen=True)

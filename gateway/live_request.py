@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Output:
 class LiveRequest:
     """One generation. Events are applied in order; applying one wakes all readers.
 
+    given: output tokens that the client brought; `text` has them already. They count as made, but have no
+        logprobs.
     deadline: monotonic seconds after which the client no longer waits, or None.
     traceparent: W3C context of its span, or "".
     """
@@ -49,6 +52,7 @@ class LiveRequest:
         *,
         text: OutputText,
         observer: LiveRequestObserver,
+        given: Sequence[int] = (),
         deadline: float | None = None,
         traceparent: str = "",
     ) -> None:
@@ -56,8 +60,10 @@ class LiveRequest:
         self.text = text
         self.deadline = deadline
         self.traceparent = traceparent
-        self.token_ids = array("I")
-        self.logprobs = array("f")
+        self.token_ids = array("I", given)
+        self.given_count = len(given)
+        # One for each token where they are asked for, so that both are cut alike.
+        self.logprobs = array("f", [math.nan] * len(given) if spec.logprobs else ())
         self.placement = Placed()
         self.cached_tokens: int | None = None
         self.end: Finish | MeshError | None = None
@@ -80,6 +86,11 @@ class LiveRequest:
     def has_ended(self) -> bool:
         """Nothing more will happen to it."""
         return self.end is not None
+
+    @property
+    def ended_well(self) -> bool:
+        """It came to its own end: neither failed nor cancelled."""
+        return isinstance(self.end, Finish) and self.end.reason is not FinishReason.CANCELLED
 
     @property
     def is_queued(self) -> bool:
@@ -111,12 +122,14 @@ class LiveRequest:
             self._observer.on_queued()
 
     def on_placed(self, placement: Placed, *, cached_tokens: int) -> None:
-        """It was put on a replica. The first cached_tokens count: later ones come from its own replay."""
+        """It was put on a replica. The first cached_tokens count, as far as the prompt goes: others come from
+        its own replay.
+        """
         if self.has_ended:
             return
         self.placement = placement
         if self.cached_tokens is None:
-            self.cached_tokens = cached_tokens
+            self.cached_tokens = min(cached_tokens, len(self.spec.prompt_token_ids))
 
     def on_tokens(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
         """New tokens, from `first_index` of the output on. Those that are here already are dropped.
@@ -152,12 +165,10 @@ class LiveRequest:
             self._end_with(error)
 
     def finish_if_complete(self) -> bool:
-        """End it where its own tokens say that it has ended: the news of that was lost with a session."""
-        tokens, stop = self.token_ids, self.spec.stop
-        if tokens and tokens[-1] in self.spec.end_token_ids and len(tokens) >= stop.min_tokens:
-            self.finish(FinishReason.STOP)
-        elif len(tokens) >= stop.max_tokens:
-            self.finish(FinishReason.LENGTH)
+        """End it where its own tokens say that it has ended: the news of that was lost on the way."""
+        reason = self.spec.ending_of(self.token_ids, matched_stop=self.text.matched)
+        if reason is not None:
+            self.finish(reason)
         return self.has_ended
 
     # Reading
@@ -238,10 +249,23 @@ class OutputReader:
                 raise StopAsyncIteration
             await self._next_news()
 
+    async def skip_to(self, index: int) -> None:
+        """Read on from token `index`, once the request has so many or has ended."""
+        request = self.request
+        while len(request.token_ids) < index and not request.has_ended:
+            await self._next_news()
+        self._next_index = min(index, len(request.token_ids))
+        self._text_place = request.text.end_after(self._next_index)
+
     def take(self) -> Output | None:
-        """All that has come since the last call, or None."""
+        """All that has come since the last call, or None.
+
+        Text that was held back to the end comes alone, after all tokens: so the text that a client has is
+        known from its number of tokens, wherever it lost the stream.
+        """
         request, start, text_start = self.request, self._next_index, self._text_place
-        end, text_end = len(request.token_ids), request.text.end
+        end = len(request.token_ids)
+        text_end = request.text.end_after(end) if end > start else request.text.end
         if start == end and text_start == text_end:
             return None
         self._next_index, self._text_place = end, text_end

@@ -36,6 +36,11 @@ class OutputText:
         """How many bytes of text are certain."""
         return len(self._bytes)
 
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was found so far."""
+        return self._matcher.matched
+
     def end_after(self, token_count: int) -> int:
         """How many bytes of text were certain after the first `token_count` tokens."""
         if self._detokenizer is None or token_count == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ class StreamTable:
         self._max_live = max_live
         self._keep_finished_s = keep_finished_s
         self._clock = clock
-        self._reserved: set[str] = set()
+        self._reserved: dict[str, asyncio.Event] = {}
         self._live: dict[str, LiveRequest] = {}
         self._finished: OrderedDict[str, tuple[float, LiveRequest]] = OrderedDict()
 
@@ -51,7 +52,7 @@ class StreamTable:
         if request_id in self._reserved or request_id in self._live:
             raise AlreadyExists(
                 f"request_id {request_id!r} belongs to a live request; choose another, leave it empty, or "
-                "use ResumeGeneration to follow that request",
+                "send that request again to follow it",
                 field="request_id",
                 reason="REQUEST_ID_IN_USE",
             )
@@ -62,18 +63,34 @@ class StreamTable:
                 reason="TOO_MANY_REQUESTS",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._reserved.add(request_id)
+        self._reserved[request_id] = asyncio.Event()
 
     def release(self, request_id: str) -> None:
         """Give a reserved place back: the request was refused. Idempotent."""
-        self._reserved.discard(request_id)
+        settled = self._reserved.pop(request_id, None)
+        if settled is not None:
+            settled.set()
+
+    async def find_again(self, request_id: str) -> LiveRequest | None:
+        """The request that another one of the same id goes on with: live, or ended well a short while ago.
+
+        Waits while one of that id is being started. One that failed or was cancelled is begun anew instead.
+        """
+        while (settled := self._reserved.get(request_id)) is not None:
+            await settled.wait()
+        self._drop_expired()
+        live = self._live.get(request_id)
+        if live is not None:
+            return live
+        kept = self._finished.get(request_id)
+        return kept[1] if kept is not None and kept[1].ended_well else None
 
     def add(self, request: LiveRequest) -> None:
         """Turn a reserved place into a live request."""
         request_id = request.spec.request_id
-        self._reserved.remove(request_id)
         self._finished.pop(request_id, None)
         self._live[request_id] = request
+        self._reserved.pop(request_id).set()
 
     def retire(self, request: LiveRequest, *, keep: bool) -> None:
         """A live request has ended; keep: it may be resumed for a while. Idempotent."""

@@ -50,13 +50,17 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class Options:
-    """All of a request but its prompt. max_tokens: None where the client set none."""
+    """All of a request but its prompt and the output that it brings.
+
+    max_tokens: None where the client set none. seed_is_drawn: the client set no seed.
+    """
 
     sampling: Sampling
     stop: StopConditions
     max_tokens: int | None
     logprobs: bool
     scheduling: Scheduling
+    seed_is_drawn: bool
 
 
 def check_request_id(request_id: str) -> None:
@@ -77,7 +81,13 @@ def check_request_id(request_id: str) -> None:
         )  # fmt: skip
 
 
-def read_options(request: pb.GenerateRequest, model: ServedModel, *, draw_seed: Callable[[], int]) -> Options:
+def read_options(
+    request: pb.GenerateRequest,
+    model: ServedModel,
+    *,
+    draw_seed: Callable[[], int],
+    max_resume_window_s: float,
+) -> Options:
     """Check everything but the prompt, and fill in what was left out; cheap enough for the event loop.
 
     draw_seed: called where the request has no seed.
@@ -87,13 +97,16 @@ def read_options(request: pb.GenerateRequest, model: ServedModel, *, draw_seed: 
         FailedPrecondition: stop strings for a model without text.
     """
     max_tokens = _read_max_tokens(request.stop)
-    return Options(
+    options = Options(
         sampling=_read_sampling(request.sampling, model, draw_seed),
         stop=_read_stop(request.stop, model),
         max_tokens=max_tokens,
         logprobs=request.logprobs,
-        scheduling=_read_scheduling(request.scheduling),
+        scheduling=_read_scheduling(request.scheduling, max_resume_window_s),
+        seed_is_drawn=not request.sampling.HasField("seed"),
     )
+    _check_given(request.output_token_ids, options, model)
+    return options
 
 
 def check_prompt_form(prompt: pb.Prompt, *, max_bytes: int) -> None:
@@ -159,10 +172,23 @@ def complete(
         end_token_ids=tuple(dict.fromkeys((*model_end, *options.stop.stop_token_ids))),
         logprobs=options.logprobs,
         scheduling=options.scheduling,
+        seed_is_drawn=options.seed_is_drawn,
     )
 
 
-def _read_scheduling(given: pb.SchedulingOptions) -> Scheduling:
+def _check_given(output_token_ids: Sequence[int], options: Options, model: ServedModel) -> None:
+    """Output that the client brings: drawn on with another seed, it would be no one generation's."""
+    _check_ids(output_token_ids, model, field="output_token_ids")
+    if output_token_ids and options.seed_is_drawn and options.sampling.temperature > 0:
+        raise InvalidArgument(
+            f"sampling.seed is missing, and the {len(output_token_ids)} output_token_ids were drawn with "
+            "it; send sampling as accepted.effective_sampling has it (temperature 0 needs no seed)",
+            field="sampling.seed",
+            reason="SEED_MISSING",
+        )
+
+
+def _read_scheduling(given: pb.SchedulingOptions, max_resume_window_s: float) -> Scheduling:
     if abs(given.priority) > MAX_PRIORITY:
         raise _refusal(
             "scheduling.priority",
@@ -176,7 +202,13 @@ def _read_scheduling(given: pb.SchedulingOptions) -> Scheduling:
                 f"scheduling.{name}", f"has {len(text)} characters",
                 f"at most {MAX_KEY_CHARS} are allowed; send a hash of it",
             )  # fmt: skip
-    return Scheduling(given.priority, given.cache_salt, given.session_key)
+    window_s = given.resume_window_ms / 1000 if given.HasField("resume_window_ms") else None
+    if window_s is not None and window_s > max_resume_window_s:
+        raise _refusal(
+            "scheduling.resume_window_ms", f"is {given.resume_window_ms}",
+            f"from 0 to {int(max_resume_window_s * 1000)} are allowed here",
+        )  # fmt: skip
+    return Scheduling(given.priority, given.cache_salt, given.session_key, window_s)
 
 
 def _read_sampling(given: pb.SamplingOptions, model: ServedModel, draw_seed: Callable[[], int]) -> Sampling:

@@ -51,6 +51,11 @@ class StopMatcher:
     def __repr__(self) -> str:
         return f"<StopMatcher held={self._held!r} matched={self._matched!r}>"
 
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was found so far."""
+        return self._matched
+
     def feed(self, text: str) -> StopResult:
         """Take in more text. After a match everything further is dropped and the same match is reported."""
         if self._matched is not None:

@@ -1,14 +1,18 @@
-"""One generation at a gateway: the request built from flags, the stream followed to its end."""
+"""One generation: the request built from flags, the stream followed to its end, over gateways if need be."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 
 import grpc.aio
 from google.protobuf.message import Message
 
 from chipmesh.inference.v1alpha1 import inference_pb2, inference_pb2_grpc
+from meshkit.cli.gateway_tries import GatewayTries, read_gateways
+from meshkit.cli.terminal import one_line
 from meshkit.config import FrozenConfig
 from meshkit.errors import Internal, InvalidArgument, MeshError, Unavailable, from_rpc_error
 from meshkit.rpc.channel import open_channel
@@ -99,50 +103,112 @@ class GenerationResult(FrozenConfig):
     chip: str
 
 
+def _tell(sentence: str) -> None:
+    print(f"chipmesh: {one_line(sentence)}", file=sys.stderr, flush=True)
+
+
 async def generate(
     request: inference_pb2.GenerateRequest,
     *,
     endpoint: str,
     timeout_s: float | None,
     on_text: Callable[[str], None],
+    on_retry: Callable[[str], None] = _tell,
 ) -> GenerationResult:
-    """Streams one generation from the gateway at `endpoint`; `on_text` gets each piece of text as it comes.
+    """Streams one generation; `on_text` gets each piece of text as it comes.
+
+    endpoint: address of a gateway, or of several with commas between them. They are asked in turn: until one
+        has accepted, each once; from then on the request is sent again, with the tokens that came, whenever
+        its gateway is lost, MOST_TRIES times at most. on_retry gets a sentence about it each time.
+    timeout_s: until the answer must be whole, all tries together.
 
     Raises:
-        MeshError: what the gateway answered, or Unavailable where none is there.
+        MeshError: what the last gateway answered, or Unavailable where none is there.
     """
-    async with open_channel(endpoint) as channel:
+    tries = GatewayTries(read_gateways(endpoint), timeout_s=timeout_s)
+    collected = _Collected()
+    while True:
+        try:
+            await _follow(collected.rest_of(request), collected, tries.gateway, tries.time_left_s, on_text)
+            return collected.result()
+        except MeshError as error:
+            pause_s = tries.pause_after(error, accepted=collected.is_accepted)
+            if pause_s is None:
+                raise
+            on_retry(tries.describe(error, token_count=collected.token_count))
+        await asyncio.sleep(pause_s)
+
+
+async def _follow(
+    request: inference_pb2.GenerateRequest,
+    collected: _Collected,
+    address: str,
+    timeout_s: float | None,
+    on_text: Callable[[str], None],
+) -> None:
+    async with open_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        with translated_errors(endpoint, service="gateway"):
-            collected = _Collected()
+        with translated_errors(address, service="gateway"):
             async for response in stub.Generate(request, timeout=timeout_s):
                 piece = collected.take(response.event)
                 if piece:
                     on_text(piece)
-            return collected.result()
 
 
 class _Collected:
-    """The events of one stream, put together."""
+    """The events of one generation, put together over all streams that carried it."""
 
     def __init__(self) -> None:
         self._accepted = inference_pb2.Accepted()
         self._finished: inference_pb2.Finished | None = None
         self._text: list[str] = []
+        self._last_text = ""
         self._token_ids: list[int] = []
 
+    @property
+    def is_accepted(self) -> bool:
+        """Whether a gateway has taken it."""
+        return bool(self._accepted.request_id)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that came."""
+        return len(self._token_ids)
+
+    def rest_of(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
+        """What to send so that the generation goes on after what came: by its id, with its seed."""
+        self._last_text = ""
+        if not self.is_accepted:
+            return request
+        rest = inference_pb2.GenerateRequest()
+        rest.CopyFrom(request)
+        rest.request_id = self._accepted.request_id
+        rest.sampling.CopyFrom(self._accepted.effective_sampling)
+        rest.output_token_ids[:] = self._token_ids
+        return rest
+
     def take(self, event: inference_pb2.GenerationEvent) -> str:
-        """Keeps the event; returns its text."""
+        """Keeps the event; returns the text that is certain now.
+
+        Text without tokens is certain with `finished`: if that is lost, both come again.
+        """
         kind = event.WhichOneof("kind")
         if kind == "accepted":
             self._accepted = event.accepted
         elif kind == "finished":
             self._finished = event.finished
+            return self._add_text()
         elif kind == "output":
             self._token_ids.extend(event.output.token_ids)
-            self._text.append(event.output.text)
-            return event.output.text
+            self._last_text += event.output.text
+            if event.output.token_ids:
+                return self._add_text()
         return ""
+
+    def _add_text(self) -> str:
+        piece, self._last_text = self._last_text, ""
+        self._text.append(piece)
+        return piece
 
     def result(self) -> GenerationResult:
         """Raises Internal where the stream ended without its last event."""

@@ -1,17 +1,21 @@
-"""`chipmesh generate` against a gateway."""
+"""`chipmesh generate` against a gateway, or several of which some are lost."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
-from chipmesh.inference.v1alpha1 import inference_pb2
-from meshkit.cli import main
-from tests.contract.cli.conftest import ScriptedGateway
+from chipmesh.inference.v1alpha1 import inference_pb2, inference_pb2_grpc
+from meshkit.cli import gateway_tries, main
+from tests.contract.cli.conftest import ScriptedGateway, served
 
 
 @pytest.fixture(autouse=True)
@@ -155,3 +159,129 @@ def test_a_gateway_that_is_not_there_is_told_with_its_address(capsys: pytest.Cap
     assert main(["generate", "Why?", "--endpoint", "127.0.0.1:1"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "no gateway answers at 127.0.0.1:1" in line
+
+
+# A gateway that is lost in mid-stream.
+
+
+Script = Sequence["inference_pb2.GenerationEvent | grpc.StatusCode"]
+
+SEED = inference_pb2.SamplingOptions(temperature=0.5, seed=7)
+ACCEPTED = inference_pb2.GenerationEvent(
+    accepted=inference_pb2.Accepted(request_id="r1", model="m", effective_sampling=SEED)
+)
+FINISHED = a_generation()[-1]
+LOST = grpc.StatusCode.UNAVAILABLE
+
+
+def output(first_index: int, token_ids: Sequence[int], text: str) -> inference_pb2.GenerationEvent:
+    return inference_pb2.GenerationEvent(
+        output=inference_pb2.Output(first_index=first_index, token_ids=token_ids, text=text)
+    )
+
+
+class LosableGateway(ScriptedGateway):
+    """Plays one script for each call, the last one again and again; keeps all requests."""
+
+    def __init__(self, *scripts: Script) -> None:
+        super().__init__()
+        self.scripts = scripts
+        self.requests: list[inference_pb2.GenerateRequest] = []
+
+    def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Iterator[Any]:
+        self.requests.append(request)
+        for step in self.scripts[min(len(self.requests), len(self.scripts)) - 1]:
+            if isinstance(step, inference_pb2.GenerationEvent):
+                yield inference_pb2.GenerateResponse(event=step)
+            else:
+                context.abort(step, "lost on purpose")
+
+
+@contextlib.contextmanager
+def gateways(*losable: LosableGateway) -> Iterator[list[str]]:
+    with contextlib.ExitStack() as stack:
+        add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
+        yield [stack.enter_context(served(functools.partial(add, each))) for each in losable]
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_tries, "FIRST_PAUSE_S", 0.0)
+
+
+def test_a_generation_goes_on_at_the_next_gateway_with_what_came(
+    no_pause: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = LosableGateway([ACCEPTED, output(0, [1, 2], "Bl"), LOST])
+    second = LosableGateway([ACCEPTED, output(2, [3], "äue"), FINISHED])
+    with gateways(first, second) as addresses:
+        assert (
+            main(["generate", "Why?", "--max-tokens", "9", "--gateway", ",".join(addresses), "--json"]) == 0
+        )
+    said = capsys.readouterr()
+    answer = json.loads(said.out)
+    assert (answer["text"], answer["token_ids"]) == ("Bläue", [1, 2, 3])
+    asked, again = first.requests[0], second.requests[0]
+    assert (again.request_id, again.sampling, list(again.output_token_ids)) == ("r1", SEED, [1, 2])
+    assert (again.prompt, again.stop) == (asked.prompt, asked.stop)
+    (line,) = said.err.splitlines()
+    assert line.startswith("chipmesh: ")
+    assert f"going on after 2 tokens at {addresses[1]} (try 1 of at most {gateway_tries.MOST_TRIES})" in line
+
+
+def test_a_lone_gateway_that_comes_back_goes_on(no_pause: None, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway = LosableGateway(
+        [ACCEPTED, output(0, [1], "a"), LOST],
+        [grpc.StatusCode.RESOURCE_EXHAUSTED],
+        [ACCEPTED, output(1, [2], "b"), LOST],
+        [ACCEPTED, output(2, [3], "c"), FINISHED],
+    )
+    with gateways(gateway) as addresses:
+        assert main(["generate", "Why?", "--gateway", addresses[0]]) == 0
+    assert capsys.readouterr().out == "abc\n"
+    assert [list(request.output_token_ids) for request in gateway.requests] == [[], [1], [1], [1, 2]]
+
+
+def test_text_that_came_without_its_end_is_not_told_twice(
+    no_pause: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = LosableGateway(
+        [ACCEPTED, output(0, [1], "a"), output(1, [], "held"), LOST],
+        [ACCEPTED, output(1, [], "held"), FINISHED],
+    )
+    with gateways(gateway) as addresses:
+        assert main(["generate", "Why?", "--gateway", addresses[0]]) == 0
+    assert capsys.readouterr().out == "aheld\n"
+
+
+def test_tries_are_bounded(no_pause: None, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway = LosableGateway([ACCEPTED, LOST])
+    with gateways(gateway) as addresses:
+        assert main(["generate", "Why?", "--gateway", addresses[0]]) == 1
+    assert len(gateway.requests) == 1 + gateway_tries.MOST_TRIES
+    assert len(capsys.readouterr().err.splitlines()) == 1 + gateway_tries.MOST_TRIES
+
+
+def test_a_refusal_is_not_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = LosableGateway([ACCEPTED, grpc.StatusCode.ABORTED]), LosableGateway([ACCEPTED, FINISHED])
+    with gateways(first, second) as addresses:
+        assert main(["generate", "Why?", "--gateway", ",".join(addresses)]) == 1
+    assert not second.requests
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_gateways_are_asked_in_turn_until_one_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+    serving = LosableGateway([ACCEPTED, output(0, [1], "a"), FINISHED])
+    with gateways(serving) as addresses:
+        assert main(["generate", "Why?", "--gateway", f"127.0.0.1:1,{addresses[0]}"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "a\n"
+    assert "no gateway answers at 127.0.0.1:1" in said.err
+    assert main(["generate", "Why?", "--gateway", "127.0.0.1:1,127.0.0.1:1"]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+@pytest.mark.parametrize("gateway", [",", "127.0.0.1:1,", " "])
+def test_an_empty_address_is_refused(gateway: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "Why?", "--gateway", gateway]) in (1, 2)
+    assert "gateway is" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from chipmesh.inference.v1alpha1 import inference_pb2 as pb
 from chipmesh.inference.v1alpha1 import inference_pb2_grpc
@@ -18,11 +19,15 @@ from tests.contract.gateway.fake_scheduler import FakeScheduler, FakeSession
 def request_of(
     prompt: str | Sequence[int] | Sequence[tuple[str, str]] = "hello", /, **fields: Any
 ) -> pb.GenerateRequest:
-    """A request: text, token ids or (role, content) pairs; `sampling` and `stop` as dictionaries."""
+    """A request: text, token ids or (role, content) pairs; messages in it as such or as dictionaries."""
     request = pb.GenerateRequest(prompt=prompt_of(prompt))
     for name, value in fields.items():
         if isinstance(value, dict):
             getattr(request, name).MergeFrom(type(getattr(request, name))(**value))
+        elif isinstance(value, Message):
+            getattr(request, name).CopyFrom(value)
+        elif name == "output_token_ids":
+            request.output_token_ids.extend(value)
         else:
             setattr(request, name, value)
     return request
@@ -49,6 +54,10 @@ class Stream:
         self.logprobs: list[float] = []
         self.text = ""
         self.outputs: list[pb.Output] = []
+        self._next_index = next_index
+
+    def expect_from(self, next_index: int) -> None:
+        """The client has the tokens before `next_index` already."""
         self._next_index = next_index
 
     async def start(self) -> pb.Accepted:

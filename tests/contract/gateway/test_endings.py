@@ -243,5 +243,7 @@ async def test_what_does_not_end_within_the_grace_gets_a_terminal_status(mesh: M
     await mesh.gateway.stop(0.02)
     error = await stream.error()
     assert isinstance(error, Unavailable)
-    assert error.reason == "SHUTTING_DOWN"
+    assert error.reason == "DRAINING"
+    assert error.metadata["retry_after_s"] == "1.0"
+    assert "output_token_ids" in error.message
     assert await request.ended_by_gateway() == "cancel"

@@ -59,6 +59,7 @@ CASES: list[Case] = [
     ("hi", {"sampling": {"logit_bias": {3: 101.0}}}, "sampling.logit_bias[3]", "-100 to 100"),
     ("hi", {"sampling": {"logit_bias": {3: math.nan}}}, "sampling.logit_bias[3]", "nan"),
     ("hi", {"request_id": "x" * 129}, "request_id", "128"),
+    ("hi", {"scheduling": {"resume_window_ms": 60_001}}, "scheduling.resume_window_ms", "0 to 60000"),
     ("hi", {"request_id": "a\nb"}, "request_id", "printable"),
     *_not_finite(),
 ]
@@ -109,22 +110,6 @@ async def test_an_unknown_model_is_not_found_and_the_served_ones_are_listed(
         error = await mesh.generate("hi").error()
         assert error.code is grpc.StatusCode.INVALID_ARGUMENT
         assert "a, b" in error.message
-
-
-async def test_a_live_request_id_cannot_be_used_twice_and_an_ended_one_can(mesh: Mesh) -> None:
-    session = await mesh.session()
-    first = mesh.generate("hi", request_id="mine")
-    request = await session.accepts()
-    await first.start()
-    error = await mesh.generate("hi", request_id="mine").error()
-    assert error.code is grpc.StatusCode.ALREADY_EXISTS
-    assert error.field == "request_id"
-    request.finished()
-    await first.end()
-    again = mesh.generate("hi", request_id="mine")
-    request = await session.accepts()
-    request.finished()
-    await again.end()
 
 
 async def test_more_live_requests_than_allowed_are_told_when_to_come_back(run_mesh: MeshFactory) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ class Named:
     def __init__(self, request_id: str) -> None:
         self.spec = self
         self.request_id = request_id
+        self.ended_well = True
 
 
 class Clock:
@@ -102,3 +104,35 @@ def test_an_id_used_again_means_the_new_request() -> None:
     table.retire(second, keep=True)
     table.retire(second, keep=True)
     assert table.find("a") is second
+
+
+async def test_a_request_that_is_being_started_is_waited_for() -> None:
+    table = StreamTable(max_live=3, keep_finished_s=30)
+    for is_taken in (True, False):
+        table.reserve("a")
+        finding = asyncio.create_task(table.find_again("a"))
+        await asyncio.sleep(0)
+        assert not finding.done()
+        request: Any = Named("a")
+        if is_taken:
+            table.add(request)
+            assert await finding == request
+            table.retire(request, keep=False)
+        else:
+            table.release("a")
+            assert await finding is None
+
+
+async def test_only_what_lives_or_ended_well_a_short_while_ago_is_followed_again() -> None:
+    clock = Clock()
+    table = StreamTable(max_live=3, keep_finished_s=30, clock=clock)
+    assert await table.find_again("a") is None
+    request = start(table, "a")
+    assert await table.find_again("a") == request
+    table.retire(request, keep=True)
+    assert await table.find_again("a") == request
+    request.ended_well = False
+    assert await table.find_again("a") is None
+    request.ended_well = True
+    clock.now += 31
+    assert await table.find_again("a") is None

@@ -22,7 +22,7 @@ def spec_of(model: ServedModel, *, prompt_length: int = 2, **fields: Any) -> Gen
         stop=pb.StopOptions(**fields.get("stop", {})),
         scheduling=pb.SchedulingOptions(**fields.get("scheduling", {})),
     )
-    options = read_options(request, model, draw_seed=lambda: DRAWN_SEED)
+    options = read_options(request, model, draw_seed=lambda: DRAWN_SEED, max_resume_window_s=60.0)
     prompt = [1] * prompt_length
     return complete(options, model, request_id="r", prompt_token_ids=prompt, field="prompt.text")
 
@@ -90,8 +90,9 @@ def test_printable_request_ids_are_allowed(request_id: str) -> None:
 
 
 def test_where_and_when_a_request_runs_is_taken_over(tiny: ServedModel) -> None:
-    given = {"priority": -1000, "cache_salt": "t" * 256, "session_key": "chat-1"}
+    given = {"priority": -1000, "cache_salt": "t" * 256, "session_key": "chat-1", "resume_window_ms": 60_000}
     scheduling = spec_of(tiny, scheduling=given).scheduling
+    assert scheduling.resume_window_s == 60.0
     assert (scheduling.priority, scheduling.session_key) == (-1000, "chat-1")
     assert scheduling.cache_salt == "t" * 256
     assert spec_of(tiny).scheduling == Scheduling()
@@ -103,6 +104,7 @@ def test_where_and_when_a_request_runs_is_taken_over(tiny: ServedModel) -> None:
         ({"priority": 1001}, "scheduling.priority"),
         ({"cache_salt": "t" * 257}, "scheduling.cache_salt"),
         ({"session_key": "t" * 257}, "scheduling.session_key"),
+        ({"resume_window_ms": 60_001}, "scheduling.resume_window_ms"),
     ],
 )
 def test_scheduling_beyond_its_limits_is_refused_by_its_field(

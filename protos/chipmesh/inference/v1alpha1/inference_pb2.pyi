@@ -32,10 +32,15 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     SCHEDULING_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model; empty: the only one served."""
     request_id: _builtins.str
-    """Id chosen by the client, 1 to 128 printable characters, unique among live requests; empty: the gateway chooses."""
+    """Id chosen by the client, 1 to 128 printable characters; empty: the gateway chooses. It makes Generate idempotent: with the id of a
+    request that is live at this gateway, or ended well there a short while ago, the same request is followed again after its
+    output_token_ids; ALREADY_EXISTS: it differs in model, prompt, sampling, stop or logprobs. A request that failed or was cancelled
+    is begun anew after its output_token_ids.
+    """
     logprobs: _builtins.bool
     """Return the log-probability of each token."""
     @_builtins.property
@@ -54,6 +59,17 @@ class GenerateRequest(_message.Message):
     def scheduling(self) -> Global___SchedulingOptions:
         """Where and when it runs."""
 
+    @_builtins.property
+    def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of this generation's output that the client has already, from index 0 on; the stream goes on after them, as if it had never
+        stopped: `first_index` of the first output is their count, the text begins after theirs, usage, penalties, min_tokens and max_tokens
+        count them. Where these tokens end the generation (an end token, a stop string, max_tokens), the stream is `accepted` and `finished`.
+        Any gateway takes them. sampling.seed is needed with them unless temperature is 0: take all of `accepted.effective_sampling`.
+        INVALID_ARGUMENT: an id outside of the vocabulary; more than max_tokens or the context allows; a token after the end of the
+        generation; at the gateway where the request still is, the first index at which it has another token, or logprobs of tokens that
+        had been brought there, too.
+        """
+
     def __init__(
         self,
         *,
@@ -64,10 +80,11 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         logprobs: _builtins.bool = ...,
         scheduling: Global___SchedulingOptions | None = ...,
+        output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "model", b"model", "output_token_ids", b"output_token_ids", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -82,24 +99,32 @@ class SchedulingOptions(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     SESSION_KEY_FIELD_NUMBER: _builtins.int
+    RESUME_WINDOW_MS_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
     """Greater goes first. Range [-1000, 1000]."""
     cache_salt: _builtins.str
     """Requests share cached prefixes only with those of the same salt, for example one for each tenant. At most 256 characters."""
     session_key: _builtins.str
     """Requests of one key go to one group while that can take them. At most 256 characters."""
+    resume_window_ms: _builtins.int
+    """How long the request goes on after its last client has gone, for one to come back to this gateway, in milliseconds. Range from 0
+    (it is cancelled at once) to the gateway's maximum. Default: the gateway's own, which is 0 unless configured.
+    """
     def __init__(
         self,
         *,
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         session_key: _builtins.str = ...,
+        resume_window_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_resume_window_ms", b"_resume_window_ms", "resume_window_ms", b"resume_window_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "priority", b"priority", "session_key", b"session_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume_window_ms", b"_resume_window_ms", "cache_salt", b"cache_salt", "priority", b"priority", "resume_window_ms", b"resume_window_ms", "session_key", b"session_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__resume_window_ms: _TypeAlias = _typing.Literal["resume_window_ms"]  # noqa: Y015
+    _WhichOneofArgType__resume_window_ms: _TypeAlias = _typing.Literal["_resume_window_ms", b"_resume_window_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resume_window_ms) -> _WhichOneofReturnType__resume_window_ms | None: ...
 
 Global___SchedulingOptions: _TypeAlias = SchedulingOptions  # noqa: Y015
 
@@ -483,7 +508,10 @@ class Output(_message.Message):
     first_index: _builtins.int
     """Index of the first token in the output."""
     text: _builtins.str
-    """Text that became certain; may lag behind the tokens inside a character or a possible stop string."""
+    """Text that became certain; may lag behind the tokens inside a character or a possible stop string. Text that was held back to the end
+    comes last, in an output without tokens that `finished` follows: where that does not come, forget this text before going on, since
+    it comes again.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens."""

@@ -68,8 +68,10 @@ class InferenceServiceServicer:
 
     def Generate(self, request, context):
         """Generate streams one generation. The first event is always `accepted`: from then on the request is the mesh's and survives the
-        death of a worker. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full (retry later);
-        UNAVAILABLE: no worker serves the model.
+        death of a worker. When a stream breaks with UNAVAILABLE, send the same request again, to this gateway or another, with the tokens
+        that came in output_token_ids and with accepted.effective_sampling: the stream goes on after them, and no token is lost or repeated.
+        INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full (retry later); UNAVAILABLE: no
+        worker serves the model, or this gateway shuts down; ALREADY_EXISTS: another request has the request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

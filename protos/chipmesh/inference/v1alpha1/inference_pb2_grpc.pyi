@@ -35,8 +35,10 @@ class InferenceServiceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generate streams one generation. The first event is always `accepted`: from then on the request is the mesh's and survives the
-    death of a worker. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full (retry later);
-    UNAVAILABLE: no worker serves the model.
+    death of a worker. When a stream breaks with UNAVAILABLE, send the same request again, to this gateway or another, with the tokens
+    that came in output_token_ids and with accepted.effective_sampling: the stream goes on after them, and no token is lost or repeated.
+    INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full (retry later); UNAVAILABLE: no
+    worker serves the model, or this gateway shuts down; ALREADY_EXISTS: another request has the request_id.
     """
     ResumeGeneration: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeGenerationRequest, _inference_pb2.ResumeGenerationResponse]
     """ResumeGeneration goes on with a stream whose connection was lost. The first event is `accepted`, as the client may have lost that
@@ -56,8 +58,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate streams one generation. The first event is always `accepted`: from then on the request is the mesh's and survives the
-    death of a worker. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full (retry later);
-    UNAVAILABLE: no worker serves the model.
+    death of a worker. When a stream breaks with UNAVAILABLE, send the same request again, to this gateway or another, with the tokens
+    that came in output_token_ids and with accepted.effective_sampling: the stream goes on after them, and no token is lost or repeated.
+    INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full (retry later); UNAVAILABLE: no
+    worker serves the model, or this gateway shuts down; ALREADY_EXISTS: another request has the request_id.
     """
     ResumeGeneration: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeGenerationRequest, _inference_pb2.ResumeGenerationResponse]  # type: ignore[assignment]
     """ResumeGeneration goes on with a stream whose connection was lost. The first event is `accepted`, as the client may have lost that
@@ -80,8 +84,10 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Generate streams one generation. The first event is always `accepted`: from then on the request is the mesh's and survives the
-        death of a worker. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full (retry later);
-        UNAVAILABLE: no worker serves the model.
+        death of a worker. When a stream breaks with UNAVAILABLE, send the same request again, to this gateway or another, with the tokens
+        that came in output_token_ids and with accepted.effective_sampling: the stream goes on after them, and no token is lost or repeated.
+        INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full (retry later); UNAVAILABLE: no
+        worker serves the model, or this gateway shuts down; ALREADY_EXISTS: another request has the request_id.
         """
 
     @_abc_1.abstractmethod
