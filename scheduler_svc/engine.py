@@ -448,7 +448,10 @@ class Engine:
             self._tell_observers(live, Cancelled("cancelled by its client"))
 
     def _on_failed(self, live: LiveRequest, event: Failed) -> None:
-        self._end_badly(live, error_of_failure(event))
+        error = error_of_failure(event, request_id=live.trace.request_id)
+        log.error("request failed", request_id=live.trace.request_id, reason=event.reason,
+                  deaths=live.core.deaths_in_all, error=event.message)  # fmt: skip
+        self._end_badly(live, error)
 
     def _end_badly(self, live: LiveRequest, error: MeshError) -> None:
         self._forget(live)

@@ -42,7 +42,7 @@ def _too_large(error: RequestTooLarge, context_tokens: int | None) -> MeshError:
     )
 
 
-def error_of_failure(event: Failed) -> MeshError:
-    """The error of a request that failed after it was taken."""
+def error_of_failure(event: Failed, *, request_id: str) -> MeshError:
+    """The error of a request that failed after it was taken, and was called so by its client."""
     kind = ResourceExhausted if event.reason in _NO_ROOM else Internal
-    return kind(event.message, reason=event.reason)
+    return kind(f"request {request_id!r}: {event.message}", reason=event.reason)

@@ -10,11 +10,14 @@ from meshkit.telemetry.tracing import context_from_traceparent, inject_tracepare
 
 
 class RequestTrace:
-    """Begins in the queue. `traceparent` is the request span's, for the executor; empty where not sampled."""
+    """Begins in the queue. `request_id` is the client's. `traceparent` is the request span's, for the
+    executor; empty where not sampled.
+    """
 
-    __slots__ = ("_context", "_queue", "_span", "traceparent")
+    __slots__ = ("_context", "_queue", "_span", "request_id", "traceparent")
 
     def __init__(self, parent: str, *, request_id: str, model: str, prompt_tokens: int) -> None:
+        self.request_id = request_id
         self._span = tracer().start_span(
             "chipmesh.scheduler.request",
             context=context_from_traceparent(parent),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshkit.errors import InvalidArgument
 
-KNOWN = ("step_ms", "prefill_tokens_per_s", "eos")
+KNOWN = ("step_ms", "prefill_tokens_per_s", "eos", "fault_file", "die_on_token", "memory_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,20 @@ class HashOptions:
     step_ms: least duration of a step, in milliseconds.
     prefill_tokens_per_s: rate at which prompt tokens add to it; 0: they are free.
     eos: token ids that the model says end a generation.
+    fault_file: once a file of this path is there, the next step has the fault that it names, once: hang_step,
+        hang_loop or out_of_memory. For tests of the mesh.
+    memory_file: stands for the chip's memory, which holds one model: a process that loads one while another
+        has it gets RESOURCE_EXHAUSTED. For tests of the mesh.
+    die_on_token: by a prompt's first token id the position at whose step it kills the process. For tests of
+        the mesh.
     """
 
     step_ms: float = 0.0
     prefill_tokens_per_s: float = 0.0
     eos: tuple[int, ...] = ()
+    fault_file: str = ""
+    die_on_token: Mapping[int, int] = field(default_factory=dict)
+    memory_file: str = ""
 
 
 def read_options(options: Mapping[str, str]) -> HashOptions:
@@ -40,7 +49,10 @@ def read_options(options: Mapping[str, str]) -> HashOptions:
     return HashOptions(
         step_ms=_number(options, "step_ms"),
         prefill_tokens_per_s=_number(options, "prefill_tokens_per_s"),
-        eos=_token_ids(options.get("eos", "")),
+        eos=_token_ids(options, "eos"),
+        fault_file=options.get("fault_file", ""),
+        die_on_token=_positions(options, "die_on_token"),
+        memory_file=options.get("memory_file", ""),
     )
 
 
@@ -58,11 +70,25 @@ def _number(options: Mapping[str, str], name: str) -> float:
     return value
 
 
-def _token_ids(text: str) -> tuple[int, ...]:
+def _token_ids(options: Mapping[str, str], name: str) -> tuple[int, ...]:
+    text = options.get(name, "")
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise InvalidArgument(
-            f"backend_options.eos is {text!r}; it must be token ids, separated by commas",
-            field="backend_options.eos",
+            f"backend_options.{name} is {text!r}; it must be token ids, separated by commas",
+            field=f"backend_options.{name}",
         )
     return tuple(int(part) for part in parts)
+
+
+def _positions(options: Mapping[str, str], name: str) -> dict[int, int]:
+    """TOKEN or TOKEN:POSITION, separated by commas; position 0 where none is given."""
+    text = options.get(name, "")
+    pairs = [part.strip().partition(":") for part in text.split(",") if part.strip()]
+    numbers = [number for token, _, position in pairs for number in (token, position or "0")]
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        raise InvalidArgument(
+            f"backend_options.{name} is {text!r}; it must be TOKEN or TOKEN:POSITION, separated by commas",
+            field=f"backend_options.{name}",
+        )
+    return {int(token): int(position or "0") for token, _, position in pairs}

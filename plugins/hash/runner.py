@@ -12,6 +12,7 @@ from meshkit.errors import FailedPrecondition, InvalidArgument, ResourceExhauste
 from meshkit.modelstore import default_cache_dir, open_model
 from plugins.hash.cells import CELL_BYTES, TOKEN_BYTES, CellPages
 from plugins.hash.digest import SEED, extend, token_of
+from plugins.hash.faults import ChipFaults
 from plugins.hash.options import HashOptions
 from plugins.sdk.runner import (
     DecodeRows,
@@ -67,6 +68,7 @@ class HashRunner(ModelRunner):
 
     def __init__(self, options: HashOptions) -> None:
         self._options = options
+        self._faults = ChipFaults(options)
         self._model: LoadedModel | None = None
         self._cells: CellPages | None = None
         self._slots: dict[int, _SlotState] = {}
@@ -75,6 +77,7 @@ class HashRunner(ModelRunner):
 
     def load(self, options: LoadOptions, progress: Progress) -> LoadedModel:
         """Read vocab_size and context length from `options.model_path`; "" means 32000 and 131072."""
+        self._faults.before_load()
         progress("model description", 0.0)
         vocab_size, context_tokens = _read_sizes(options, progress)
         unknown = next((token for token in self._options.eos if token >= vocab_size), None)
@@ -120,6 +123,7 @@ class HashRunner(ModelRunner):
 
     def admit(self, admission: SlotAdmission, page_ids: IntArray) -> None:
         """Derive the digest of the cached prefix from its pages."""
+        self._faults.admitted(admission.slot)
         state = _SlotState(logprobs=admission.sampling.logprobs)
         if admission.cached_tokens:
             state.derive(self._pages.read_tokens(page_ids, admission.cached_tokens))
@@ -132,8 +136,9 @@ class HashRunner(ModelRunner):
         self._logprob_slots -= state.logprobs
 
     def run_step(self, batch: StepBatch) -> StepOutput:
-        """Extend each row by its tokens; takes at least the modelled time."""
+        """Extend each row by its tokens; takes at least the modelled time. ResourceExhausted on request."""
         start = time.monotonic()
+        self._faults.before_step(batch)
         slots: list[int] = []
         tokens: list[int] = []
         if batch.decode is not None:

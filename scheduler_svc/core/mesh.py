@@ -419,7 +419,7 @@ def _poisoned(request: Request) -> Failed:
     return Failed(
         request,
         "POISONED",
-        f"the request was running on {request.deaths_in_all} replicas as they died; it is not tried again",
+        f"it was running on {request.deaths_in_all} replicas as they died, and is not tried again",
     )
 
 

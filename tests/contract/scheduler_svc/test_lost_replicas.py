@@ -148,6 +148,7 @@ async def test_a_request_that_two_executors_died_under_is_quarantined(mesh: Any)
         await seen.end()
         assert seen.failed is not None
         assert seen.failed.reason == "POISONED"
+        assert "request 'r" in seen.failed.message
         executor.release()
         after = await (await gateway.submit([1], 3)).end()
         assert after.tokens == expected_tokens([1], 3)

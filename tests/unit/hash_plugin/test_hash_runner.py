@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from meshkit.errors import InvalidArgument
+from meshkit.errors import InvalidArgument, ResourceExhausted
 from plugins.hash.options import HashOptions, read_options
 from plugins.hash.oracle import continue_tokens
 from plugins.hash.runner import HashRunner
@@ -199,3 +201,66 @@ def test_a_wrong_option_is_named(options: dict[str, str], field: str) -> None:
 
 def test_options_are_read() -> None:
     assert read_options({"step_ms": "2.5", "eos": "1, 2"}) == HashOptions(step_ms=2.5, eos=(1, 2))
+
+
+def faulty(tmp_path: Path, **options: str) -> HashRunner:
+    made = HashRunner(read_options({"fault_file": str(tmp_path / "fault"), **options}))
+    made.load(LoadOptions(model_path=""), lambda _stage, _share: None)
+    made.allocate_kv_cache(page_count=32, page_size=PAGE, max_slots=8)
+    made.admit(admission(0), ids())
+    return made
+
+
+def test_a_fault_that_a_file_asks_for_happens_once_and_leaves_its_proof(tmp_path: Path) -> None:
+    made = faulty(tmp_path)
+    (tmp_path / "fault").write_text("out_of_memory")
+    with pytest.raises(ResourceExhausted, match="no memory left"):
+        prefill(made, 0, ids(0, 1), [1, 2, 3])
+    assert [file.name for file in tmp_path.iterdir()] == ["fault.taken"]
+    assert prefill(made, 0, ids(0, 1), [1, 2, 3]) == continue_tokens([1, 2, 3], 1, VOCAB)[0]
+
+
+def test_a_fault_that_nobody_knows_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    made = faulty(tmp_path)
+    (tmp_path / "fault").write_text("explode")
+    with pytest.raises(InvalidArgument, match=r"explode.*hang_step, hang_loop, out_of_memory"):
+        prefill(made, 0, ids(0, 1), [1, 2, 3])
+
+
+def test_a_prompt_that_begins_with_a_deadly_token_kills_the_process_and_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr("plugins.hash.faults.os.kill", lambda pid, number: killed.append((pid, number)))
+    made = faulty(tmp_path, die_on_token="7")
+    prefill(made, 0, ids(0, 1), [1, 7, 7])
+    prefill(made, 0, ids(0, 1), [7], start=3)
+    assert killed == []
+    prefill(made, 0, ids(0, 1), [7, 1])
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+
+
+def test_a_deadly_request_kills_at_its_position_also_when_it_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr("plugins.hash.faults.os.kill", lambda pid, number: killed.append(number))
+    made = faulty(tmp_path, die_on_token="7:4")
+    pages = ids(0, 1, 2)
+    prefill(made, 0, pages, [7, 1, 2])
+    decode(made, ids(0), ids(3), pages[None, :])
+    assert killed == []
+    decode(made, ids(0), ids(4), pages[None, :])
+    assert len(killed) == 1
+    made.admit(admission(0), ids())
+    prefill(made, 0, pages, [1, 1, 1, 1, 1, 1])
+    assert len(killed) == 1
+    made.admit(admission(1), ids())
+    prefill(made, 1, pages, [7, 1, 2, 3, 4])
+    assert len(killed) == 2
+
+
+def test_deadly_tokens_are_numbers() -> None:
+    assert read_options({"die_on_token": "5, 7:300"}).die_on_token == {5: 0, 7: 300}
+    with pytest.raises(InvalidArgument, match="die_on_token"):
+        read_options({"die_on_token": "five"})

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from meshkit.errors import FailedPrecondition, InvalidArgument, NotFound
+from meshkit.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from meshkit.modelstore import tensor_shapes
 from plugins.cpu.memory import CpuMemory
 from plugins.cpu.options import CpuOptions
@@ -228,6 +228,35 @@ def test_calls_before_their_time_are_refused(call: Callable[[OperatorModelRunner
 def _one_token() -> StepBatch:
     ids = np.zeros(1, dtype=np.int32)
     return StepBatch(decode=None, prefill=[PrefillRow(0, 0, ids, ids, True)])
+
+
+class FullOnce(CpuBackend):
+    """A chip that has no memory left for one step, when told."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(CpuOptions(threads=1))
+        self.error = error
+        self.is_full = False
+
+    def execute_runnable(self, runnable: Callable[[], Any]) -> Any:
+        if self.is_full:
+            self.is_full = False
+            raise self.error
+        return super().execute_runnable(runnable)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("nothing is left"), MemoryError("nothing is left")])
+def test_a_device_without_memory_for_a_step_says_so_and_takes_the_next_ones(
+    tiny: Path, expected: list[int], error: Exception
+) -> None:
+    chip = FullOnce(error)
+    runner = load(tiny, chip)
+    driver = driver_of(runner)
+    chip.is_full = True
+    with pytest.raises(ResourceExhausted, match=r"nothing is left.*mem_fraction_static"):
+        driver.run([driver.admit(0, PROMPT, room=12)], 12, chunk=512)
+    runner.reset()  # As the engine does when a scheduler attaches anew.
+    assert driver.run([driver.admit(0, PROMPT, room=12)], 12, chunk=512) == [expected]
 
 
 def test_unloading_frees_the_pages_and_is_idempotent(tiny: Path) -> None:

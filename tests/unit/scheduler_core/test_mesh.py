@@ -264,7 +264,7 @@ def test_a_request_under_which_two_replicas_died_is_not_tried_again() -> None:
     failed = mesh.end(poison)
     assert isinstance(failed, Failed)
     assert failed.reason == "POISONED"
-    assert "was running on 2 replicas" in failed.message
+    assert "it was running on 2 replicas" in failed.message
     assert mesh.core.snapshot().waiting == 0
 
 

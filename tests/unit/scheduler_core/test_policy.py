@@ -4,7 +4,7 @@ import pytest
 
 from scheduler_svc.core.errors import UnknownPolicy
 from scheduler_svc.core.policy import POLICIES, RandomOrder, make_policy
-from scheduler_svc.core.structures import Request
+from scheduler_svc.core.structures import Placed, Request
 from tests.unit.scheduler_core.simulated_executor import Drive, make_limits, make_request
 
 
@@ -15,7 +15,7 @@ def order_of_admission(policy: str, warm: list[int], requests: list[Request]) ->
     drive.finish()
     drive.add(*requests)
     drive.finish()
-    placed = [event.request for event in drive.events if type(event).__name__ == "Placed"]
+    placed = [event.request for event in drive.events if isinstance(event, Placed)]
     return [requests.index(request) for request in placed if request in requests]
 
 

@@ -53,6 +53,8 @@ def test_a_fault_of_the_core_tells_a_client_nothing_of_the_inside() -> None:
 
 def test_a_failure_keeps_its_reason_and_text() -> None:
     request = Request(id=RequestId(1), model="m", prompt=[1], max_output_tokens=1)
-    mapped = error_of_failure(Failed(request, "NON_FINITE_LOGITS", "the logits are not finite"))
+    mapped = error_of_failure(
+        Failed(request, "NON_FINITE_LOGITS", "the logits are not finite"), request_id="mine"
+    )
     assert (mapped.code, mapped.reason) == (grpc.StatusCode.INTERNAL, "NON_FINITE_LOGITS")
-    assert mapped.message == "the logits are not finite"
+    assert mapped.message == "request 'mine': the logits are not finite"

@@ -12,19 +12,20 @@ from scheduler_svc.session import Session
 
 async def test_what_happens_in_one_turn_is_one_message() -> None:
     session = Session("gw")
-    session.tokens(1, first_index=0, token_ids=[5], logprobs=[])
-    session.tokens(2, first_index=3, token_ids=[6, 7], logprobs=[-1.0, -2.0])
+    session.token(1, index=0, token_id=5, logprob=None)
+    session.token(2, index=3, token_id=6, logprob=-1.0)
     session.finished(1, FinishReason.STOP)
     batch = await anext(session.batches())
     assert [event.request_number for event in batch.events] == [1, 2, 1]
-    assert list(batch.events[1].tokens.token_ids) == [6, 7]
+    assert list(batch.events[1].tokens.token_ids) == [6]
+    assert list(batch.events[1].tokens.logprobs) == [-1.0]
     assert batch.events[1].tokens.first_index == 3
     assert batch.events[2].finished.reason == session_pb2.RequestFinished.REASON_STOP
 
 
 async def test_a_closed_session_sends_what_waits_and_ends() -> None:
     session = Session("gw")
-    session.tokens(1, first_index=0, token_ids=[5], logprobs=[])
+    session.token(1, index=0, token_id=5, logprob=None)
     session.close()
     batches = [batch async for batch in session.batches()]
     assert [len(batch.events) for batch in batches] == [1]
