@@ -9,5 +9,7 @@ MACHINE=tests/unit/scheduler_core/test_batcher_machine.py
 # No per-test timeout: a property test of the nightly profile runs for as long as its examples need.
 echo "nightly: a million random steps over the scheduler's tree, ledger and batcher"
 .venv/bin/python -m pytest --timeout=0 "$MACHINE"
+echo "nightly: the fault scoreboard in full counts (about an hour)"
+.venv/bin/chipmesh chaos all --full
 echo "nightly: all tests with many more examples per property"
 .venv/bin/python -m pytest --timeout=0 -m "nightly or not nightly" --ignore="$MACHINE" "$@"

@@ -52,8 +52,8 @@ def _grpc_aio_stays_up() -> None:
 
 @pytest.fixture(autouse=True)
 def _blocked_loop_fails_the_test(request: pytest.FixtureRequest) -> Iterator[BlockBuster | None]:
-    """Raises BlockingError where our code blocks a running loop; tests/e2e drives processes, without."""
-    if "e2e" in Path(str(request.node.path)).parts:
+    """Raises BlockingError where our code blocks a running loop; e2e and faults drive processes, without."""
+    if {"e2e", "faults"} & set(Path(str(request.node.path)).parts):
         yield None
         return
     with blockbuster_ctx(_existing_packages()) as blockbuster:

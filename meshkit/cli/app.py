@@ -179,7 +179,13 @@ def generate(
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
     model: Annotated[str, typer.Option(help="Default: the only model served.")] = "",
     endpoint: Annotated[
-        str | None, typer.Option(help="HOST:PORT of a gateway. Default: of `up`'s mesh.")
+        str | None,
+        typer.Option(
+            "--gateway",
+            "--endpoint",
+            metavar="ADDRESS[,ADDRESS...]",
+            help="Gateways; when one is lost, the next goes on. Default: of `up`'s mesh.",
+        ),
     ] = None,
     timeout: Annotated[
         float | None, typer.Option(min=0, help="Seconds until the answer must be whole.")
@@ -208,21 +214,36 @@ def status(
 @app.command()
 def swap(
     worker: Annotated[str, typer.Argument(help="The worker, as `chipmesh status` names it.")],
-    to: Annotated[str, typer.Option(help="Name of the plugin of the new chip.")],
+    to: Annotated[str, typer.Option(help="Plugin of the new chip. Default: the same one, loaded anew.")] = "",
     device: Annotated[int, typer.Option(min=0, help="Index of the new chip.")] = 0,
     option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE for the plugin; may be repeated.")
     ] = None,
     emulate: Emulate = False,
+    model_path: Annotated[str, typer.Option(help="Other weights of the same model, where they lie.")] = "",
+    never_pause: Annotated[
+        bool, typer.Option("--never-pause", help="Fail where the new one does not fit beside the old one.")
+    ] = False,
     endpoint: SchedulerEndpoint = None,
     as_json: AsJson = False,
 ) -> int:
-    """Change a worker's chip while its streams run: the new one is loaded beside the old, then takes over."""
+    """Change a worker's chip or weights while its streams run: the new one is loaded beside the old one, then
+    takes over. Where both do not fit, the old one goes first and its streams move to peers or pause.
+    """
     from meshkit.cli.swap import swap_chip
     from meshkit.cli.tools import plugin_options
 
     options = plugin_options(option, emulate=emulate)
-    swap_chip(worker, backend=to, device=device, options=options, endpoint=endpoint, as_json=as_json)
+    swap_chip(
+        worker,
+        backend=to,
+        device=device,
+        options=options,
+        model_path=model_path,
+        never_pause=never_pause,
+        endpoint=endpoint,
+        as_json=as_json,
+    )
     return EXIT_OK
 
 
@@ -265,6 +286,39 @@ def traffic_shadow(
     from meshkit.cli.traffic import set_shadow
 
     set_shadow(source=source, shadow=shadow, share=share, endpoint=endpoint, as_json=as_json)
+    return EXIT_OK
+
+
+group = typer.Typer(help="Settings of a group of replicas.", no_args_is_help=True)
+app.add_typer(group, name="group")
+
+
+@group.command("set")
+def group_set(
+    name: Annotated[str, typer.Argument(help="The group.")],
+    chunked_prefill_size: Annotated[
+        int | None, typer.Option(min=0, help="Most prompt tokens of a step; 0: what each replica takes.")
+    ] = None,
+    max_running_requests: Annotated[
+        int | None, typer.Option(min=0, help="Most requests at once per replica; 0: what each takes.")
+    ] = None,
+    schedule_policy: Annotated[
+        str | None, typer.Option(help="Order of waiting requests: fcfs, lpm, ...")
+    ] = None,
+    endpoint: SchedulerEndpoint = None,
+    as_json: AsJson = False,
+) -> int:
+    """Change settings of a group while it runs; requests beyond a lower ceiling go on to their end."""
+    from meshkit.cli.group import set_group
+
+    set_group(
+        name,
+        chunked_prefill_size=chunked_prefill_size,
+        max_running_requests=max_running_requests,
+        schedule_policy=schedule_policy,
+        endpoint=endpoint,
+        as_json=as_json,
+    )
     return EXIT_OK
 
 
@@ -479,6 +533,37 @@ def simulate(
         speed=speed,
         ttft_bound_ms=ttft_bound_ms,
         tpot_bound_ms=tpot_bound_ms,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def chaos(
+    name: Annotated[
+        str | None, typer.Argument(help="A scenario, for instance R1, or `all`. Default: list them.")
+    ] = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="How often. Default: 10.")] = None,
+    streams: Annotated[int | None, typer.Option(min=1, help="Streams beside the fault. Default: 32.")] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="As often and as wide as the scoreboard wants.")
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of prompts, victims, phases. Default: new.")
+    ] = None,
+    logs: Annotated[Path | None, typer.Option(help="Keep the services' logs in this folder.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Do harm to a mesh of real processes; exit code 1 if a client loses a token by it, or waits too long."""
+    from meshkit.cli.tools import run_named_tool
+
+    return run_named_tool(
+        "chaos",
+        scenario=name,
+        runs=runs,
+        streams=streams,
+        full=full,
+        seed=seed,
+        logs=logs,
         as_json=as_json,
     )
 

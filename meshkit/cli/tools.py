@@ -19,6 +19,7 @@ MODULES = {
     "plan": "worker_svc.plan_command",
     "simulate": "scheduler_svc.simulation.command",
     "diff": "worker_svc.diff.command",
+    "chaos": "chaos.command",
 }
 
 

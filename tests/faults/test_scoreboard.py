@@ -1,0 +1,84 @@
+"""A smoke of every scenario: nothing lost, nothing leaked, the fault truly happened. No time is asserted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+import chaos.scenarios  # noqa: F401 - defines the scenarios
+from chaos.mesh import ChaosMesh, Shape
+from chaos.report import Target
+from chaos.runner import Plan, run_on
+from chaos.scenario import SCENARIOS, Run, Scenario, all_scenarios
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+STREAMS = 8
+ZERO = ("lost", "repeated", "wrong", "failed", "disordered", "miscounted", "leaked_pages")
+
+
+class Meshes:
+    """The mesh of the present shape: scenarios of one shape share it, since each leaves it as it was."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._mesh: ChaosMesh | None = None
+        self._count = 0
+
+    async def of(self, shape: Shape) -> ChaosMesh:
+        """A mesh that has settled."""
+        if self._mesh is None or self._mesh.shape != shape:
+            await self.stop()
+            self._count += 1
+            self._mesh = ChaosMesh(shape, root=self._root / str(self._count))
+            await self._mesh.start()
+        return self._mesh
+
+    async def stop(self) -> None:
+        """Every service must end well."""
+        mesh, self._mesh = self._mesh, None
+        if mesh is not None:
+            assert await mesh.stop() == []
+
+
+@pytest.fixture(scope="module")
+async def meshes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Meshes]:
+    meshes = Meshes(tmp_path_factory.mktemp("meshes"))
+    yield meshes
+    await meshes.stop()
+
+
+def by_shape() -> list[str]:
+    """All ids, those of one shape together."""
+    return [each.id for each in sorted(all_scenarios(), key=lambda each: repr(each.shape))]
+
+
+def test_scenarios_come_in_the_order_of_the_scoreboard() -> None:
+    numbers = [int(each.id[1:]) for each in all_scenarios()]
+    assert numbers == sorted(numbers)
+    assert all(each.variants for each in all_scenarios())
+
+
+@pytest.mark.parametrize("id_", by_shape())
+async def test_no_client_is_harmed_by(id_: str, meshes: Meshes) -> None:
+    scenario = SCENARIOS[id_]
+    runs = min(2, len(scenario.variants))
+    plan = Plan(runs=runs, streams=STREAMS, seed=1)
+    report = await run_on(await meshes.of(scenario.shape), scenario, plan)
+    assert report["problems"] == []
+    assert {name: report[name] for name in ZERO} == dict.fromkeys(ZERO, 0)
+    assert report["faults_injected"] >= runs
+    assert report["runs"] == runs
+
+
+async def test_a_fault_that_never_happened_fails_the_run_and_so_does_a_wrong_token(meshes: Meshes) -> None:
+    async def plant(run: Run) -> None:
+        history = run.clients.all[0].history
+        history.expected = [*history.expected[:-1], (history.expected[-1] + 1) % 32_000]
+
+    planted = Scenario("R99", "planted", Target(), Shape(), 50, variants={"only": plant})
+    report = await run_on(await meshes.of(planted.shape), planted, Plan(runs=1, streams=2, seed=1))
+    assert any("no fault was injected" in problem for problem in report["problems"])
+    assert (report["faults_injected"], report["wrong"], report["passed"]) == (0, 1, False)
