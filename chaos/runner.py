@@ -65,6 +65,7 @@ async def run_on(mesh: ChaosMesh, scenario: Scenario, plan: Plan) -> dict[str, A
         if outcome.problems and not await _is_settled(mesh):
             total.problems.append(f"given up after run {number + 1}: the mesh does not recover")
             break
+    scenario.over_all(total)
     return _report(scenario, plan, total, by_variant)
 
 
@@ -80,7 +81,6 @@ async def one_run(
     """Streams, the fault, the streams' ends, the mesh's recovery, and the checks of all of it."""
     clients = Clients([mesh.address(name) for name in mesh.gateway_names])
     run = Run(mesh, clients, tokens=scenario.tokens, draw=draw, share=share)
-    run.outcome.streams = streams
     try:
         for _ in range(streams):
             clients.start(run.prompt(), tokens=scenario.tokens)
@@ -126,6 +126,7 @@ async def _is_settled(mesh: ChaosMesh) -> bool:
 
 def _judge_streams(run: Run) -> None:
     histories = [client.history for client in run.clients.all]
+    run.outcome.streams = len(histories)
     run.outcome.faults += check_all(histories)
     errors = sorted({history.error for history in histories if history.error})
     run.outcome.problems += [f"a stream failed: {error}" for error in errors]

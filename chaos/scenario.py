@@ -42,6 +42,8 @@ class Scenario:
     variants: dict[str, Inject] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     """What the report says of itself: what this scenario does not cover, and why."""
+    over_all: Callable[[Outcome], None] = lambda _: None
+    """Adds figures that only all runs together have."""
 
     def variant(self, name: str) -> Callable[[Inject], Inject]:
         """Decorator: one more variant."""
@@ -67,13 +69,15 @@ def scenario(
     full_runs: int = 20,
     full_streams: int = 32,
     notes: Mapping[str, str] | None = None,
+    over_all: Callable[[Outcome], None] = lambda _: None,
 ) -> Scenario:
     """Define a scenario, see Scenario; its variants follow by its decorator."""
     if id_ in SCENARIOS:
         raise ValueError(f"scenario {id_} is defined twice")
     SCENARIOS[id_] = Scenario(
-        id_, title, target, shape or Shape(), tokens, full_runs, full_streams, notes=notes or {}
-    )
+        id_, title, target, shape or Shape(), tokens, full_runs, full_streams, notes=notes or {},
+        over_all=over_all,
+    )  # fmt: skip
     return SCENARIOS[id_]
 
 

@@ -16,6 +16,8 @@ from chaos.scenario import SCENARIOS, Run, Scenario, all_scenarios
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 STREAMS = 8
+SHARE = 0.02
+"""Of what a run repeats, or of how long it lasts."""
 ZERO = ("lost", "repeated", "wrong", "failed", "disordered", "miscounted", "leaked_pages")
 
 
@@ -65,7 +67,7 @@ def test_scenarios_come_in_the_order_of_the_scoreboard() -> None:
 async def test_no_client_is_harmed_by(id_: str, meshes: Meshes) -> None:
     scenario = SCENARIOS[id_]
     runs = min(2, len(scenario.variants))
-    plan = Plan(runs=runs, streams=STREAMS, seed=1)
+    plan = Plan(runs=runs, streams=STREAMS, seed=1, share=SHARE)
     report = await run_on(await meshes.of(scenario.shape), scenario, plan)
     assert report["problems"] == []
     assert {name: report[name] for name in ZERO} == dict.fromkeys(ZERO, 0)
