@@ -4,6 +4,10 @@ At every step a twentieth of the running requests end and as many take their pla
 they began one after the other. Prompts share a prefix of 1,024 tokens and have 32 of their own. The result of
 a step is made beforehand (its decoding counts, its making does not), the plan is coded to bytes, and one step
 is in flight, as with overlap. Times are of one core, in milliseconds.
+
+vLLM's v1 scheduler takes turns with ours on the same load, round by round (vllm_scheduler.py); a speedup is
+the median over the rounds of theirs / ours. It lives in an environment of its own (--install-vllm), never
+beside ours, and runs there as a process of its own. Where it is missing, the report says why.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.report import describe_run, percentile, refuse_busy_machine
+from benchmarks.vllm import VLLM_FOLDER, Vllm, install_vllm, start_vllm
 from chipmesh.device.v1alpha1 import execution_pb2, sampling_pb2
 from scheduler_svc.core.batcher import Batcher
 from scheduler_svc.core.policy import POLICIES, make_policy
@@ -68,6 +74,18 @@ class Executor:
         return result.SerializeToString()
 
 
+def make_limits(*, running: int, page_size: int, cached: int = 0) -> ReplicaLimits:
+    """Room for `running` requests and their successors, and for `cached` tokens beside them."""
+    per_request = SHARED_TOKENS + OWN_TOKENS + OUTPUT_TOKENS + 2 * page_size
+    return ReplicaLimits(
+        page_count=(cached + (running + 256) * per_request) // page_size,
+        page_size=page_size,
+        max_running_requests=running,
+        chunk_tokens=max(8192, 2 * OWN_TOKENS * running),
+        context_tokens=1 << 20,
+    )
+
+
 class SteadyLoad:
     """A batcher with `running` requests, `waiting` more in its queue, and `cached` tokens beside."""
 
@@ -76,15 +94,8 @@ class SteadyLoad:
     ) -> None:
         self.running = running
         self.waiting = waiting
-        per_request = SHARED_TOKENS + OWN_TOKENS + OUTPUT_TOKENS + 2 * page_size
         self.batcher = Batcher(
-            limits=ReplicaLimits(
-                page_count=(cached + (running + 256) * per_request) // page_size,
-                page_size=page_size,
-                max_running_requests=running,
-                chunk_tokens=max(8192, 2 * OWN_TOKENS * running),
-                context_tokens=1 << 20,
-            ),
+            limits=make_limits(running=running, page_size=page_size, cached=cached),
             policy=make_policy(policy),
             replica=ReplicaId("benchmark/1"),
             conservativeness=0.1,
@@ -142,6 +153,21 @@ class SteadyLoad:
         return seconds
 
 
+def describe_load(running: int, *, page_size: int, steps: int) -> dict[str, int]:
+    """The same load for vllm_scheduler.py."""
+    limits = make_limits(running=running, page_size=page_size)
+    return {
+        "running": running,
+        "steps": steps,
+        "page_size": page_size,
+        "page_count": limits.page_count,
+        "chunk_tokens": limits.chunk_tokens,
+        "shared_tokens": SHARED_TOKENS,
+        "own_tokens": OWN_TOKENS,
+        "output_tokens": OUTPUT_TOKENS,
+    }
+
+
 def measure(load: SteadyLoad, *, steps: int) -> dict[str, float]:
     """Milliseconds of a step: median and 99th percentile, and how many requests ran."""
     load.warm_up()
@@ -159,24 +185,86 @@ def measure(load: SteadyLoad, *, steps: int) -> dict[str, float]:
     }
 
 
+# ---------------------------------------------------------------- all loads
+
+
 RUNNING = (1, 64, 1024, 4096)
+Figures = dict[str, float]
+Turn = dict[str, Callable[[], Figures]]
+"""Measured one after the other, by name: a load of ours, and theirs (`vllm/running`) where there is one."""
+Rounds = dict[str, list[Figures]]
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All loads, each `rounds` times; the figures of the round whose median is the middle one."""
-    loads = make_loads(arguments.page_size)
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in loads}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("scheduler steps", total=len(loads) * arguments.rounds)
-        for _ in range(arguments.rounds):
-            for name, make_load in loads.items():
-                rounds[name].append(measure(make_load(), steps=arguments.steps))
-                progress.advance(task)
-    middles = {
-        name: sorted(results, key=lambda each: each["p50"])[len(results) // 2]
-        for name, results in rounds.items()
+    with start_vllm(arguments.vllm) as vllm:
+        if isinstance(vllm, str):
+            print(f"vLLM is skipped: {vllm}", file=sys.stderr)
+        turns = make_turns(arguments, None if isinstance(vllm, str) else vllm)
+        rounds = measure_turns(turns, arguments.rounds)
+    middles = {name: middle(results) for name, results in rounds.items()}
+    return {
+        **describe_run(),
+        **group(middles, arguments.page_size),
+        **compare(vllm, rounds, arguments),
+        "rounds": rounds,
     }
-    return {**describe_run(), **group(middles, arguments.page_size), "rounds": rounds}
+
+
+def make_turns(arguments: argparse.Namespace, vllm: Vllm | None) -> list[Turn]:
+    """All turns of a round; vLLM has part in those of the first page size."""
+    turns: dict[str, Turn] = {
+        name: {name: partial(_measure_new, make_load, steps=arguments.steps)}
+        for name, make_load in make_loads(arguments.page_size).items()
+    }
+    page_size = arguments.page_size[0]
+    if vllm is not None:
+        for running in RUNNING:
+            turns[f"{page_size}/{running}"][f"vllm/{running}"] = partial(
+                vllm.measure, describe_load(running, page_size=page_size, steps=arguments.vllm_steps)
+            )
+    return list(turns.values())
+
+
+def _measure_new(make_load: Callable[[], SteadyLoad], *, steps: int) -> Figures:
+    return measure(make_load(), steps=steps)
+
+
+def measure_turns(turns: Sequence[Turn], rounds: int) -> Rounds:
+    """Figures of every round by name; who begins changes from round to round."""
+    results: Rounds = {name: [] for turn in turns for name in turn}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("scheduler steps", total=len(results) * rounds)
+        for number in range(rounds):
+            for turn in turns:
+                for name in turn if number % 2 == 0 else reversed(turn):
+                    results[name].append(turn[name]())
+                    progress.advance(task)
+    return results
+
+
+def middle(results: Sequence[Figures]) -> Figures:
+    """The round whose median is the middle one."""
+    return sorted(results, key=lambda each: each["p50"])[len(results) // 2]
+
+
+def compare(vllm: Vllm | str, rounds: Rounds, arguments: argparse.Namespace) -> dict[str, Any]:
+    """`vllm_plan_ms` and `speedup_vs_vllm` by running count; both empty where `vllm` is the reason why."""
+    if isinstance(vllm, str):
+        return {"vllm": {"problem": vllm}, "vllm_plan_ms": {}, "speedup_vs_vllm": {}}
+    theirs = {str(running): rounds[f"vllm/{running}"] for running in RUNNING}
+    ours = {running: rounds[f"{arguments.page_size[0]}/{running}"] for running in theirs}
+    return {
+        "vllm": {"problem": None, "versions": vllm.versions, "steps": arguments.vllm_steps},
+        "vllm_plan_ms": {running: middle(results)["p50"] for running, results in theirs.items()},
+        "speedup_vs_vllm": {running: speedup(ours[running], theirs[running]) for running in theirs},
+    }
+
+
+def speedup(ours: Sequence[Figures], theirs: Sequence[Figures]) -> float:
+    """Median over the rounds of theirs / ours: a slow minute of the machine meets both of its round."""
+    ratios = (their["p50"] / our["p50"] for our, their in zip(ours, theirs, strict=True))
+    return round(statistics.median(ratios), 2)
 
 
 def make_loads(page_sizes: Sequence[int]) -> dict[str, Callable[[], SteadyLoad]]:
@@ -228,7 +316,18 @@ def print_table(report: dict[str, Any]) -> None:
             str(figures["p50"]),
             str(figures["p99"]),
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    if report["vllm"]["problem"]:
+        console.print(f"vLLM is skipped: {report['vllm']['problem']}")
+        return
+    beside = Table(title=f"Beside vLLM {report['vllm']['versions']['vllm']}, median ms of a step")
+    for column in ("running", "ours", "vLLM", "speedup"):
+        beside.add_column(column, justify="right")
+    for running, theirs in report["vllm_plan_ms"].items():
+        times = f"{report['speedup_vs_vllm'][running]} x"
+        beside.add_row(running, str(report["plan_ms"][running]), str(theirs), times)
+    console.print(beside)
 
 
 def main() -> None:
@@ -240,8 +339,13 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, nargs="+", default=[16, 1])
     parser.add_argument("--rounds", type=int, default=3, help="times that each load is set up and measured")
     parser.add_argument("--steps", type=int, default=300, help="steps of a round")
+    parser.add_argument("--vllm", type=Path, default=VLLM_FOLDER, help="environment that vLLM is in")
+    parser.add_argument("--install-vllm", action="store_true", help="make it first, with venv and pip")
+    parser.add_argument("--vllm-steps", type=int, default=100, help="steps of a round of vLLM's")
     parser.add_argument("--even-if-busy", action="store_true", help="measure although the machine is busy")
     arguments = parser.parse_args()
+    if arguments.install_vllm:
+        install_vllm(arguments.vllm)
     if not arguments.even_if_busy:
         refuse_busy_machine()
     report = run(arguments)
