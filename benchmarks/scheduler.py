@@ -17,6 +17,7 @@ import gc
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""vLLM in an environment of its own, never beside ours: installed there, and asked as a process of its own."""
+"""vLLM in an environment of its own, never beside ours: installed, and asked as a process of its own."""
 
 from __future__ import annotations
 
