@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import grpc
 import grpc.aio
@@ -18,6 +19,7 @@ from chipmesh.scheduler.v1alpha1 import session_pb2 as pb
 from chipmesh.scheduler.v1alpha1 import session_pb2_grpc
 from gateway.generation_spec import Finish, FinishReason
 from gateway.live_request import LiveRequest
+from gateway.lost_messages import SilenceWatch, is_position, is_report
 from gateway.session_messages import (
     apply_event,
     cancel_command,
@@ -98,6 +100,9 @@ class SessionClient:
         self._last_number = 0
         self._up_since = clock()
         self._outbox = Outbox()
+        self._silence = SilenceWatch()
+        self._gaps: WeakKeyDictionary[LiveRequest, int] = WeakKeyDictionary()
+        """Where tokens of a request were missing last."""
         self._outage: asyncio.TimerHandle | None = None
         self._scheduler_id: str | None = None
 
@@ -196,6 +201,7 @@ class SessionClient:
         self._up_since = self._clock()
         self._end_outage()
         self._outbox = Outbox()
+        self._silence = SilenceWatch()
         waiting = list(self._requests.values())
         self._requests.clear()
         self._number_of.clear()
@@ -250,20 +256,46 @@ class SessionClient:
             self._dispatch(response)
 
     def _dispatch(self, response: pb.OpenSessionResponse) -> None:
+        """Apply a message of the scheduler.
+
+        Raises:
+            SessionEndedError: a message before it was lost. All requests go on by another session.
+        """
         for event in response.events:
+            self._silence.hear(event.request_number)
             request = self._requests.get(event.request_number)
-            if request is None:
-                continue  # Ended here already; the scheduler had sent this before it knew.
-            if self._may_pass(event):
-                self._bring_again(event.request_number, request)
-                continue
-            try:
-                apply_event(request, event)
-            except Exception:
-                # A fault in one request's event may not take the session, and with it all others, down.
-                log.exception("event could not be applied", request=repr(request))
-                request.fail(Internal("an event of this request could not be applied"))
-            self._settle(request, event)
+            if request is not None:
+                self._take(request, event)
+            elif is_position(event):
+                # Others were sent before the scheduler knew that it ended here; this one is still worked on.
+                self._outbox.put(cancel_command(event.request_number))
+        if is_report(response):
+            silent = self._silence.end_report(self._requests)
+            if silent is not None:
+                raise SessionEndedError(f"a message was lost: the scheduler does not have request {silent}")
+
+    def _take(self, request: LiveRequest, event: pb.RequestEvent) -> None:
+        if self._may_pass(event):
+            self._bring_again(event.request_number, request)
+            return
+        self._check_gap(request, event)
+        try:
+            apply_event(request, event)
+        except Exception:
+            # A fault in one request's event may not take the session, and with it all others, down.
+            log.exception("event could not be applied", request=repr(request))
+            request.fail(Internal("an event of this request could not be applied"))
+        self._settle(request, event)
+
+    def _check_gap(self, request: LiveRequest, event: pb.RequestEvent) -> None:
+        """Where tokens are missing, another session brings them. Where they are missing there, too, it is the
+        scheduler that has lost them, and the request fails.
+        """
+        known, first_index = len(request.token_ids), event.tokens.first_index
+        if first_index <= known or self._gaps.get(request) == known:
+            return
+        self._gaps[request] = known
+        raise SessionEndedError(f"a message was lost: token {first_index} came where {known} is the next one")
 
     def _settle(self, request: LiveRequest, event: pb.RequestEvent) -> None:
         """After an event: the scheduler has taken the request for good, or is done with it, or we are."""

@@ -95,6 +95,8 @@ def in_batches(
 def apply_event(request: LiveRequest, event: pb.RequestEvent) -> None:
     """Tell `request` what the scheduler said about it."""
     kind = event.WhichOneof("event")
+    if kind in ("tokens", "placed", "finished"):
+        request.on_queued()  # Whoever is worked on is queued, also where the news of that was lost.
     if kind == "tokens":
         tokens = event.tokens
         request.on_tokens(tokens.first_index, tokens.token_ids, tokens.logprobs)

@@ -226,6 +226,10 @@ class ExecutorLink:
         if self.close_reason is not None:
             return  # It came while the link was being closed; the core has given its requests away.
         head = self._steps[0] if self._steps else None
+        if head is not None and result.epoch == self.epoch and result.step_seq > head.step_seq:
+            # What that step made is gone, and waiting for it until its deadline would bring nothing.
+            self.close(f"step {result.step_seq} came where {head.step_seq} is the next one", blame=False)
+            return
         if head is None or result.epoch != self.epoch or result.step_seq != head.step_seq:
             self._source.count_stale_result(self.replica)
             return

@@ -28,6 +28,7 @@ class Session:
         self.requests: dict[int, LiveRequest] = {}
         self.end: MeshError | None = None
         self._outbox = session_pb2.OpenSessionResponse()
+        self._report_is_due = False
         self._wakeup = asyncio.Event()
         self._closing = False
 
@@ -45,13 +46,29 @@ class Session:
         while True:
             await self._wakeup.wait()
             self._wakeup.clear()
-            if self._outbox.events:
+            if self._outbox.events or self._report_is_due:
+                self._add_report()
                 batch, self._outbox = self._outbox, session_pb2.OpenSessionResponse()
                 yield batch
             elif self._closing:
                 return
             if self._closing:
                 self._wakeup.set()
+
+    def report(self) -> None:
+        """Say of all requests how many tokens they have, in the next message: by that a gateway sees that a
+        message before it was lost. Where there are none that message may be empty.
+        """
+        self._report_is_due = True
+        self._wakeup.set()
+
+    def _add_report(self) -> None:
+        if self._report_is_due:
+            self._report_is_due = False
+            for number, live in self.requests.items():
+                position = self._add(number).tokens
+                position.SetInParent()
+                position.first_index = len(live.core.output)
 
     def _add(self, number: int) -> session_pb2.RequestEvent:
         event = self._outbox.events.add()

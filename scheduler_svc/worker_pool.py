@@ -25,6 +25,8 @@ from scheduler_svc.swaps import Swaps
 
 log = get_logger(__name__)
 
+REMEMBERED_INSTANCES = 16
+
 ExecutorState = registry_pb2.HeartbeatRequest.ExecutorState
 
 
@@ -59,6 +61,8 @@ class Member:
     """Answers parity prompts before it takes requests."""
     kept_out: str = ""
     """Why it takes no requests, where it did not pass."""
+    replaced: tuple[str, ...] = ()
+    """The executors of this worker before this one, as far as they are remembered."""
     next_instance_id: str = ""
     """The executor that the holder of the lease has announced in place of this one."""
     link: ExecutorLink | None = None
@@ -158,10 +162,12 @@ class WorkerPool:
             if swap is not None:
                 swap.reach("fence")
             self._release(member, "replaced by a new executor", blame=swap is None)
-        return self._begin(request, peer_host)
+        return self._begin(request, peer_host, replaced=_past_instances(member, request))
 
-    def _begin(self, request: registry_pb2.RegisterRequest, peer_host: str) -> Member:
-        member = Member(request, peer_host, secrets.token_hex(8), 0.0)
+    def _begin(
+        self, request: registry_pb2.RegisterRequest, peer_host: str, *, replaced: tuple[str, ...]
+    ) -> Member:
+        member = Member(request, peer_host, secrets.token_hex(8), 0.0, replaced=replaced)
         self._members[member.worker] = member
         self._renew(member)
         self._arm_lease(member)
@@ -401,8 +407,22 @@ async def _run(link: ExecutorLink) -> str:
         return "internal error"
 
 
+def _past_instances(member: Member | None, request: registry_pb2.RegisterRequest) -> tuple[str, ...]:
+    """The executors that one which registers now has replaced."""
+    if member is None:
+        return ()
+    before = member.registration.instance_id
+    if before == request.instance_id:
+        return member.replaced
+    return (*member.replaced, before)[-REMEMBERED_INSTANCES:]
+
+
 def _may_replace(member: Member, request: registry_pb2.RegisterRequest, peer_host: str) -> bool:
-    """Whether a registration comes from the holder of the lease, or from one that knows its secret."""
+    """Whether a registration comes from the holder of the lease, or from one that knows its secret. One of an
+    executor that this one has replaced was late on its way: it would put a dead one in its successor's place.
+    """
+    if request.instance_id in member.replaced:
+        return False
     old = member.registration
     if old.takeover_token and hmac.compare_digest(old.takeover_token, request.takeover_token):
         return True

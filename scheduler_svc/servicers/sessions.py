@@ -15,13 +15,19 @@ from scheduler_svc.session import Session
 
 log = get_logger(__name__)
 
+REPORT_INTERVAL_S = 1.0
+"""Of what a session's requests have: what was lost on the way shows after a few of them at the latest."""
+
 
 class SessionServicer(SessionServiceServicer):
     """One session per gateway: a gateway that opens a new one ends its old one."""
 
-    def __init__(self, engine: Engine, *, scheduler_id: str) -> None:
+    def __init__(
+        self, engine: Engine, *, scheduler_id: str, report_interval_s: float = REPORT_INTERVAL_S
+    ) -> None:
         self._engine = engine
         self._scheduler_id = scheduler_id
+        self._report_interval_s = report_interval_s
         self._sessions: dict[str, Session] = {}
         self._none = asyncio.Event()
         self._none.set()
@@ -101,14 +107,17 @@ class SessionServicer(SessionServiceServicer):
         """Commands in, events out, until either side ends or the session is closed."""
         reading = asyncio.create_task(self._read(session, requests), name=f"commands of {session.gateway_id}")
         writing = asyncio.create_task(_write(session, context), name=f"events to {session.gateway_id}")
+        reporting = asyncio.create_task(
+            _report(session, self._report_interval_s), name=f"reports to {session.gateway_id}"
+        )
         try:
             done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            reading.cancel()
-            writing.cancel()
-            await asyncio.gather(reading, writing, return_exceptions=True)
+            for task in (reading, writing, reporting):
+                task.cancel()
+            await asyncio.gather(reading, writing, reporting, return_exceptions=True)
 
     async def _read(self, session: Session, requests: AsyncIterator[session_pb2.OpenSessionRequest]) -> None:
         async for message in requests:
@@ -131,6 +140,12 @@ class SessionServicer(SessionServiceServicer):
             log.error("request number used twice, ignored", gateway=session.gateway_id, number=number)
             return
         self._engine.submit(session, number, message)
+
+
+async def _report(session: Session, interval_s: float) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        session.report()
 
 
 async def _write(session: Session, context: Context) -> None:

@@ -165,11 +165,13 @@ async def test_a_failure_after_accepted_ends_the_stream_with_that_error(mesh: Me
     assert resumed.text == "a"
 
 
-async def test_a_gap_in_the_tokens_is_an_error_and_the_scheduler_is_told(mesh: Mesh) -> None:
+async def test_a_gap_that_another_session_has_too_is_an_error_and_the_scheduler_is_told(mesh: Mesh) -> None:
     session = await mesh.session()
     stream = mesh.generate("hi")
     request = await session.accepts()
     request.tokens(0, [97])
+    request.tokens(2, [99])
+    request = await (await mesh.scheduler.session()).accepts()
     request.tokens(2, [99])
     error = await stream.error()
     assert error.code is grpc.StatusCode.INTERNAL

@@ -226,7 +226,9 @@ Global___StopRequest: _TypeAlias = StopRequest  # noqa: Y015
 
 @_typing.final
 class OpenSessionResponse(_message.Message):
-    """OpenSessionResponse is a batch of events; the first message of a session carries `welcome`."""
+    """OpenSessionResponse is a batch of events; the first message of a session carries `welcome`. About every second the last events of a
+    message are a report: `tokens` without tokens for each request that the scheduler has. With no request it is a message without events.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -398,7 +400,7 @@ class RequestTokens(_message.Message):
     """Index of the first token in the whole output."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """New tokens."""
+        """New tokens; none in a report, where first_index is how many there are."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:

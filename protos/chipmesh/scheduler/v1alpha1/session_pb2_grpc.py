@@ -49,6 +49,7 @@ class SessionServiceServicer:
     def OpenSession(self, request_iterator, context):
         """OpenSession carries all requests of one gateway: commands one way, events the other, both batched. When it breaks, the scheduler
         cancels what it held for the session; the gateway opens a new one and submits its live requests again with the tokens that they have.
+        So does a gateway that misses a message: tokens that do not follow those before, or a request of which several reports say nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,6 +36,7 @@ class SessionServiceStub:
     OpenSession: _grpc.StreamStreamMultiCallable[_session_pb2.OpenSessionRequest, _session_pb2.OpenSessionResponse]
     """OpenSession carries all requests of one gateway: commands one way, events the other, both batched. When it breaks, the scheduler
     cancels what it held for the session; the gateway opens a new one and submits its live requests again with the tokens that they have.
+    So does a gateway that misses a message: tokens that do not follow those before, or a request of which several reports say nothing.
     """
 
 @_typing.type_check_only
@@ -46,6 +47,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
     OpenSession: _aio.StreamStreamMultiCallable[_session_pb2.OpenSessionRequest, _session_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """OpenSession carries all requests of one gateway: commands one way, events the other, both batched. When it breaks, the scheduler
     cancels what it held for the session; the gateway opens a new one and submits its live requests again with the tokens that they have.
+    So does a gateway that misses a message: tokens that do not follow those before, or a request of which several reports say nothing.
     """
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +61,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_session_pb2.OpenSessionResponse], _abc.AsyncIterator[_session_pb2.OpenSessionResponse]]:
         """OpenSession carries all requests of one gateway: commands one way, events the other, both batched. When it breaks, the scheduler
         cancels what it held for the session; the gateway opens a new one and submits its live requests again with the tokens that they have.
+        So does a gateway that misses a message: tokens that do not follow those before, or a request of which several reports say nothing.
         """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
