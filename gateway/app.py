@@ -29,6 +29,7 @@ from meshkit.rpc.channel import open_channel
 from meshkit.rpc.server import RpcServer
 from meshkit.service import StopSignal, run_service, supervise, write_ready
 from meshkit.telemetry.logging import configure_logging, get_logger
+from meshkit.telemetry.loop_lag import LoopLag
 from meshkit.telemetry.metrics import Metrics
 from meshkit.telemetry.tracing import configure_tracing
 
@@ -121,7 +122,8 @@ class GatewayService:
         models = await asyncio.to_thread(open_models, config.models, cache_dir=cache_dir)
         pool = TextPool(threads=config.tokenizer_threads, max_waiting=config.max_waiting_texts)
         self._cleanup.push_async_callback(pool.close)
-        metrics = GatewayMetrics(Metrics())
+        registry = Metrics()
+        metrics = GatewayMetrics(registry)
         metrics.declare_models(models.names)
         session = await self._build_session()
         self._generations = Generations(
@@ -143,6 +145,7 @@ class GatewayService:
         address = await self._start_rpc(self._generations)
         self._run(session.run(), "session")
         self._run(self._follow_session(), "health")
+        self._run(LoopLag(registry).measure(), "loop lag")
         return GatewayAddresses(config.advertise or address, http_address)
 
     async def _build_session(self) -> SessionClient:

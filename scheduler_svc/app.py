@@ -17,6 +17,7 @@ from meshkit.http.observability import HealthReport, ObservabilityServer
 from meshkit.rpc.server import RpcServer
 from meshkit.service import StopSignal, run_service, supervise, write_ready
 from meshkit.telemetry.logging import configure_logging, get_logger
+from meshkit.telemetry.loop_lag import LoopLag
 from meshkit.telemetry.metrics import Metrics
 from meshkit.telemetry.tracing import configure_tracing
 from scheduler_svc.config import SchedulerConfig
@@ -25,7 +26,6 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.executor_link import LinkSettings
 from scheduler_svc.groups import GroupTable
 from scheduler_svc.guards import GroupGuards
-from scheduler_svc.loop_lag import LoopLag
 from scheduler_svc.mesh_view import MeshView
 from scheduler_svc.metrics import MeshCollector, SchedulerMetrics
 from scheduler_svc.mirror import Mirror
@@ -93,7 +93,7 @@ class SchedulerService:
         )
         self.engine.observers += [self.guards, self.mirror]
         self.engine.on_weights_set = self.guards.weights_set
-        self.lag = LoopLag()
+        self.lag = LoopLag(metrics)
         self.traffic_file = self._make_traffic_file(config, scheduler_metrics)
         self._sessions = SessionServicer(self.engine, scheduler_id=self.scheduler_id)
         self._rpc = self._make_rpc_server(config)

@@ -15,6 +15,7 @@ from meshkit.rpc.channel import open_channel
 from meshkit.rpc.server import RpcServer
 from meshkit.service import StopSignal, run_service, supervise, write_ready
 from meshkit.telemetry.logging import configure_logging, get_logger
+from meshkit.telemetry.loop_lag import LoopLag
 from meshkit.telemetry.metrics import Metrics
 from worker_svc.config import WorkerConfig
 from worker_svc.metrics import WorkerMetrics, state_word
@@ -42,7 +43,9 @@ class WorkerService:
         self._channel = open_channel(config.scheduler_address, traced=False)
         self._addresses = WorkerAddresses("", "")
         self.registrar = Registrar(self._channel, on_registered=self._tell_ready)
-        self._metrics = WorkerMetrics(Metrics(), config)
+        metrics = Metrics()
+        self._metrics = WorkerMetrics(metrics, config)
+        self._lag = LoopLag(metrics)
         self.supervisor = Supervisor(config, self.registrar, on_change=self._refresh)
         self.registrar.on_swap = self.supervisor.order_swap
         self._rpc = RpcServer(listen=config.listen, reflection=config.reflection)
@@ -75,7 +78,10 @@ class WorkerService:
             MeshError: the executor cannot be replaced, or the scheduler refuses this worker.
         """
         await supervise(
-            self.supervisor.run(), registration=self.registrar.run(), metrics=self._refresh_regularly()
+            self.supervisor.run(),
+            registration=self.registrar.run(),
+            metrics=self._refresh_regularly(),
+            loop_lag=self._lag.measure(),
         )
 
     async def stop(self, *, drain: bool) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 if TYPE_CHECKING:  # generic in the stubs only
     Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -19,6 +21,7 @@ else:
 
 Proceed = Callable[[], Awaitable[Any]]
 Around = Callable[[Context, Proceed], Awaitable[Any]]
+Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 _KINDS: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
@@ -33,22 +36,53 @@ def wrap_handler(handler: Handler, around: Around) -> Handler:
 
     An async generator becomes a coroutine that writes each message to the context, so `around` sees the whole
     life of the call in one frame, whatever the kind, and the generator is closed before `around` goes on.
+    A request that does not parse is a DecodeError from `proceed()`: grpc.aio itself would answer UNKNOWN,
+    with the exception's text.
     """
     kind, make = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
     behaviour = getattr(handler, kind)
     run = _drain(behaviour) if inspect.isasyncgenfunction(behaviour) else behaviour
+    read = handler.request_deserializer
+    # Of a stream, reading raises by itself, inside of the handler.
+    if read is not None and not handler.request_streaming and not isinstance(read, _LenientReader):
+        read, run = _LenientReader(read), _refuse_malformed(run)
 
     async def wrapped(request: Any, context: Context) -> Any:
         return await around(context, lambda: run(request, context))
 
-    return make(
-        wrapped,
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
-    )
+    return make(wrapped, request_deserializer=read, response_serializer=handler.response_serializer)
 
 
-def _drain(behaviour: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Awaitable[None]]:
+@dataclass(frozen=True)
+class _Malformed:
+    """In place of a request that does not parse."""
+
+    error: DecodeError
+
+
+@dataclass(frozen=True)
+class _LenientReader:
+    """Reads requests; of one that does not parse it keeps the error."""
+
+    read: Callable[[bytes], Any]
+
+    def __call__(self, data: bytes) -> Any:
+        try:
+            return self.read(data)
+        except DecodeError as error:
+            return _Malformed(error)
+
+
+def _refuse_malformed(run: Behaviour) -> Behaviour:
+    async def run_or_refuse(request: Any, context: Context) -> Any:
+        if isinstance(request, _Malformed):
+            raise request.error
+        return await run(request, context)
+
+    return run_or_refuse
+
+
+def _drain(behaviour: Callable[[Any, Context], Any]) -> Behaviour:
     async def run(request: Any, context: Context) -> None:
         # Closing matters when the call is cancelled during a write: the generator's `finally` then runs now,
         # not when the garbage collector comes by.

@@ -9,12 +9,13 @@ from typing import NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 from opentelemetry import context as otel_context
 from opentelemetry import propagate, trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
-from meshkit.errors import Cancelled, Internal, MeshError, to_status
+from meshkit.errors import Cancelled, Internal, InvalidArgument, MeshError, to_status
 from meshkit.rpc.handlers import Context, Handler, Proceed, wrap_handler
 from meshkit.telemetry.logging import get_logger
 from meshkit.telemetry.tracing import is_traced_method, tracer
@@ -29,8 +30,9 @@ class ErrorMappingInterceptor(grpc.aio.ServerInterceptor):
 
     MeshError: its rich status. AbortError: passes, the handler has spoken. CancelledError: raised again;
     where the client is still there it gets CANCELLED first, since grpc.aio would leave it waiting for its
-    deadline. A write to a client that has gone: CancelledError, as if the news had come first. Anything else:
-    INTERNAL with an id; the text and the traceback go to the log only.
+    deadline. A write to a client that has gone: CancelledError, as if the news had come first. DecodeError: a
+    message that does not parse, INVALID_ARGUMENT. Anything else: INTERNAL with an id; the text and the
+    traceback go to the log only.
     """
 
     async def intercept_service(
@@ -53,6 +55,8 @@ class ErrorMappingInterceptor(grpc.aio.ServerInterceptor):
                 await _abort(context, error)
             except grpc.aio.InternalError as error:
                 raise _client_gone() from error
+            except DecodeError:
+                await _abort(context, _malformed(method))
             except Exception:
                 error_id = secrets.token_hex(4)
                 log.exception("handler failed", method=method, error_id=error_id)
@@ -66,6 +70,14 @@ async def _abort(context: Context, error: MeshError) -> NoReturn:
         await context.abort_with_status(rpc_status.to_status(to_status(error)))
     except grpc.aio.InternalError as failure:
         raise _client_gone() from failure
+
+
+def _malformed(method: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"a message sent to {method} does not parse as what the method takes; generate the client's code "
+        "from this version's protos",
+        reason="MALFORMED_MESSAGE",
+    )
 
 
 def _client_gone() -> asyncio.CancelledError:

@@ -168,3 +168,24 @@ async def test_a_peer_that_is_not_there_is_unavailable(unused_tcp_port: int) -> 
     error = from_rpc_error(caught.value)
     assert error.code is grpc.StatusCode.UNAVAILABLE
     assert error.reason == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize("style", STYLES)
+async def test_a_request_that_does_not_parse_is_invalid_and_nothing_of_the_parser_is_told(
+    echo_mesh: Any, style: str
+) -> None:
+    async def two_thirds_of_a_tag() -> Any:
+        yield b"\xff\xff\xff"
+
+    async with echo_mesh(nothing) as mesh:
+        # Without serializers: the bytes go out as they are.
+        method = getattr(mesh.channel, style.replace("write", "stream"))(f"/meshkit.test.Echo/{style}")
+        call = method(two_thirds_of_a_tag() if style.startswith("stream") else b"\xff\xff\xff", timeout=5)
+        answer = call if style.endswith("unary") else call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await answer
+        error = from_rpc_error(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+        assert "DecodeError" not in error.message
+        assert "StringValue" not in error.message
+        assert await mesh.replies(style)
