@@ -119,7 +119,7 @@ class Run:
         return shared + [self.draw.randrange(1000) for _ in range(length)]
 
     def times(self, count: int) -> int:
-        """How often to repeat what a whole run does `count` times: a smoke does a share of it, at least once."""
+        """How often to repeat what a whole run does `count` times: a smoke does a share of it."""
         return max(1, round(self.share * count))
 
     # ------------------------------------------------------------ faults

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from chipmesh.scheduler.v1alpha1 import registry_pb2
 from meshkit.errors import FailedPrecondition
 
+_FIELDS = {"UNKNOWN_BACKEND": "backend"}
+"""By the worker's reason, the field of the order that is at fault: its progress cannot say so."""
 _OURS = ("fence", "parity", "replay")
 """Stages that we see ourselves; what the supervisor tells then is older."""
 
@@ -34,7 +36,7 @@ class Swap:
 
     def fail(self, message: str, *, reason: str) -> None:
         """The old executor serves on, or is loaded again."""
-        self.error = FailedPrecondition(message, reason=reason or "SWAP_FAILED")
+        self.error = FailedPrecondition(message, field=_FIELDS.get(reason), reason=reason or "SWAP_FAILED")
         self.changed.set()
 
 

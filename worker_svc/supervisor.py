@@ -151,7 +151,8 @@ class Supervisor:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("swap ended by a fault of ours", error=repr(error))
             # Else the one who asked would wait for ever: the worker itself is alive.
-            self._tell_swap("failed", 1.0, error=f"the worker failed to swap: {error!r}", reason="INTERNAL")
+            message = "the worker failed to swap by a fault of its own; its log tells more"
+            self._tell_swap("failed", 1.0, error=message, reason="INTERNAL")
 
     def _tell_swap(self, stage: str, fraction: float, **failure: str) -> None:
         progress = SwapProgress(swap_id=self._swap_id, stage=stage, fraction=fraction, **failure)

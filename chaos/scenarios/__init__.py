@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from chaos.scenarios import (
     cancels,
+    clock_jumps,
     deaths,
+    frames,
     freezes,
     hangs,
     inputs,
@@ -14,12 +16,16 @@ from chaos.scenarios import (
     readers,
     requests,
     restarts,
+    soak,
     swaps,
+    transports,
 )
 
 __all__ = [
     "cancels",
+    "clock_jumps",
     "deaths",
+    "frames",
     "freezes",
     "hangs",
     "inputs",
@@ -29,5 +35,7 @@ __all__ = [
     "readers",
     "requests",
     "restarts",
+    "soak",
     "swaps",
+    "transports",
 ]

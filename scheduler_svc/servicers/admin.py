@@ -6,6 +6,8 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 
+from google.protobuf.duration_pb2 import Duration
+
 from chipmesh.scheduler.v1alpha1 import admin_pb2, registry_pb2
 from chipmesh.scheduler.v1alpha1.admin_pb2_grpc import AdminServiceServicer
 from meshkit.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -18,6 +20,9 @@ from scheduler_svc.worker_pool import WorkerPool
 
 WATCH_INTERVAL_S = 0.1
 """Shortest time between two messages of a watch: counts change with every step."""
+
+MOST_TIMEOUT_S = 7 * 24 * 3600
+"""Longest timeout that somebody can mean."""
 
 _GROUP_SETTINGS = {
     "chunk_tokens": "chunked_prefill_size",
@@ -65,15 +70,22 @@ class AdminServicer(AdminServiceServicer):
     async def SetTraffic(
         self, request: admin_pb2.SetTrafficRequest, context: Context
     ) -> admin_pb2.SetTrafficResponse:
-        model = request.model or self._only_model()
+        model = self._known_model(request.model)
         try:
             self._engine.set_weights(model, dict(request.weights))
         except ValueError as error:
             raise InvalidArgument(str(error), field="weights") from error
         return admin_pb2.SetTrafficResponse()
 
-    def _only_model(self) -> str:
+    def _known_model(self, name: str) -> str:
+        """A model that the mesh serves: the only one for ""."""
         models = sorted({group.model for group in self._engine.core.snapshot().groups})
+        if name in models:
+            return name
+        if name:
+            raise InvalidArgument(
+                f"model is {name!r}; the mesh serves: {', '.join(models) or 'none'}", field="model"
+            )
         if len(models) == 1:
             return models[0]
         raise InvalidArgument(
@@ -86,10 +98,7 @@ class AdminServicer(AdminServiceServicer):
         self, request: admin_pb2.DrainWorkerRequest, context: Context
     ) -> admin_pb2.DrainWorkerResponse:
         member = self._pool.member(request.worker)
-        given = request.HasField("timeout")
-        timeout_s = request.timeout.ToNanoseconds() / 1e9 if given else self._drain_timeout_s
-        if timeout_s < 0:
-            raise InvalidArgument(f"timeout is {timeout_s} s; it must not be negative", field="timeout")
+        timeout_s = _seconds(request.timeout) if request.HasField("timeout") else self._drain_timeout_s
         await self._pool.drain(member, timeout_s=timeout_s)
         return admin_pb2.DrainWorkerResponse()
 
@@ -168,3 +177,15 @@ class AdminServicer(AdminServiceServicer):
         after_seq = request.after_seq if request.HasField("after_seq") else None
         async for message in stream_kv_events(batcher, after_seq=after_seq, is_current=is_current):
             yield message
+
+
+def _seconds(timeout: Duration) -> float:
+    """Raises InvalidArgument: it is negative, too long, or no proper duration."""
+    seconds, nanos = timeout.seconds, timeout.nanos
+    if 0 <= seconds <= MOST_TIMEOUT_S and 0 <= nanos < 10**9:
+        return float(seconds + nanos * 1e-9)
+    raise InvalidArgument(
+        f"timeout has {seconds} seconds and {nanos} nanoseconds; from 0 to {MOST_TIMEOUT_S} seconds and from "
+        "0 to 999999999 nanoseconds are allowed",
+        field="timeout",
+    )

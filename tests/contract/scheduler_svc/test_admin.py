@@ -103,6 +103,35 @@ async def test_weights_that_cannot_be_are_refused(mesh: Any, weights: dict[str, 
         assert caught.value.field == "weights"
 
 
+async def test_weights_of_a_model_that_nobody_serves_are_refused_for_the_model(mesh: Any) -> None:
+    async with mesh() as m:
+        await m.worker("w0", group="a")
+        with pytest.raises(InvalidArgument, match="serves: m") as caught:
+            await m.call(m.admin.SetTraffic, admin_pb2.SetTrafficRequest(model="n", weights={"a": 1.0}))
+        assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize(
+    "timeout",
+    [
+        Duration(seconds=-1),
+        Duration(nanos=-1),
+        Duration(nanos=10**9),
+        Duration(seconds=1, nanos=-1),
+        Duration(seconds=7 * 24 * 3600 + 1),
+        Duration(seconds=2**62),
+    ],
+    ids=str,
+)
+async def test_a_drain_with_a_timeout_that_cannot_be_changes_nothing(mesh: Any, timeout: Duration) -> None:
+    async with mesh() as m:
+        await m.worker("w0")
+        with pytest.raises(InvalidArgument, match="from 0 to 604800 seconds") as caught:
+            await m.call(m.admin.DrainWorker, admin_pb2.DrainWorkerRequest(worker="w0", timeout=timeout))
+        assert caught.value.field == "timeout"
+        assert not m.service.pool.member("w0").draining
+
+
 async def test_a_drained_worker_ends_what_it_has_and_gets_nothing_new(mesh: Any) -> None:
     async with mesh() as m:
         executor = await m.worker("w0")

@@ -85,6 +85,20 @@ async def test_a_new_executor_that_does_not_start_is_told_and_the_old_one_serves
         assert (await (await gateway.submit(PROMPT, 3)).end()).tokens == expected_tokens(PROMPT, 3)
 
 
+async def test_a_backend_that_the_worker_does_not_know_is_named_as_the_field_at_fault(mesh: Any) -> None:
+    async with mesh() as m:
+        await m.worker("w0")
+        watched = Watched(m, backend="other")
+        swap_id = (await order_of(m)).swap_id
+        failed = registry_pb2.SwapProgress(
+            swap_id=swap_id, stage="failed", error="unknown", reason="UNKNOWN_BACKEND"
+        )
+        m.service.pool.swaps.heard("w0", failed)
+        error = await watched.error()
+        assert isinstance(error, FailedPrecondition)
+        assert error.field == "backend"
+
+
 async def test_one_swap_of_a_worker_runs_at_a_time(mesh: Any) -> None:
     async with mesh() as m:
         await m.worker("w0")

@@ -114,3 +114,35 @@ def test_secrets_are_masked_in_the_description_and_absent_from_refusals(tmp_path
 def test_a_configuration_cannot_be_changed_after_it_was_read() -> None:
     with pytest.raises(ValidationError):
         ServiceConfig().listen = "127.0.0.1:1"
+
+
+def test_the_files_of_a_folder_are_merged_in_the_order_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "20-chip.json").write_text('{"limits": {"requests": 3}, "listen": "127.0.0.1:2"}')
+    (tmp_path / "10-service.json").write_text('{"listen": "127.0.0.1:1", "tracing": {"sampling_ratio": 0.5}}')
+    (tmp_path / "30-tracing.json").write_text(
+        '{"tracing": {"exporter": "otlp", "endpoint": "http://127.0.0.1:4317"}}'
+    )
+    (tmp_path / "notes.txt").write_text("not read")
+    config = load_config(ExampleConfig, tmp_path)
+    assert (config.listen, config.limits.requests) == ("127.0.0.1:2", 3)
+    assert (config.tracing.exporter, config.tracing.sampling_ratio) == ("otlp", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "holds no *.json file"),
+        ({"a.json": "[1]"}, "a.json: a file of a folder must hold a JSON object"),
+        ({"a.json": "{}", "b.json": "{,}"}, "b.json: no JSON at line 1 column 2"),
+        ({"a.json": '{"colour": 1}'}, "field 'colour' is unknown"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_refused_and_the_cause_is_named(
+    tmp_path: Path, files: dict[str, str], says: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(InvalidArgument) as caught:
+        load_config(ExampleConfig, tmp_path)
+    assert str(tmp_path) in caught.value.message
+    assert says in caught.value.message

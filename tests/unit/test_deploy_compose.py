@@ -1,0 +1,120 @@
+"""The shipped compose files and configurations fit each other, and publish the gateway alone, on loopback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from gateway.config import GatewayConfig
+from meshkit.config import ServiceConfig, load_config
+from scheduler_svc.config import SchedulerConfig
+from worker_svc.config import WorkerConfig
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+MODELS: dict[str, type[ServiceConfig]] = {
+    "gateway": GatewayConfig,
+    "scheduler": SchedulerConfig,
+    "worker-a": WorkerConfig,
+    "worker-b": WorkerConfig,
+}
+OVERLAYS = sorted(path.name for path in DEPLOY.glob("compose.*.yaml"))
+CONFIG = "${CHIPMESH_CONFIG:-./config/compose}/"
+
+
+def read(name: str) -> dict[str, Any]:
+    document = yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
+    assert isinstance(document, dict)
+    return document
+
+
+def configurations(*files: str) -> dict[str, dict[str, Path]]:
+    """By service: what lies in its /etc/chipmesh, from which of our files, under these compose files."""
+    mounted: dict[str, dict[str, Path]] = {}
+    for file in files:
+        for service, described in read(file)["services"].items():
+            for volume in described.get("volumes", []):
+                if volume.startswith(CONFIG):
+                    source, target, mode = volume.removeprefix(CONFIG).split(":")
+                    assert mode == "ro"
+                    mounted.setdefault(service, {})[Path(target).name] = (
+                        DEPLOY / "config" / "compose" / source
+                    )
+    return mounted
+
+
+@pytest.mark.parametrize("overlays", [(), *((name,) for name in OVERLAYS), tuple(OVERLAYS)])
+def test_what_a_service_finds_in_its_folder_is_a_valid_configuration(
+    tmp_path: Path, overlays: tuple[str, ...]
+) -> None:
+    mounted = configurations("compose.yaml", *overlays)
+    assert mounted.keys() == MODELS.keys()
+    for service, files in mounted.items():
+        folder = tmp_path / service
+        folder.mkdir()
+        for name, source in files.items():
+            (folder / name).write_text(source.read_text(encoding="utf-8"))
+        config = load_config(MODELS[service], folder)
+        assert config.http_listen == "0.0.0.0:8080", "the image's health check asks there"
+
+
+def test_a_worker_tells_the_scheduler_its_service_name_and_a_port_that_two_executors_can_have() -> None:
+    for service in ("worker-a", "worker-b"):
+        config = load_config(WorkerConfig, DEPLOY / "config" / "compose" / f"{service}.json")
+        assert (config.worker_id, config.executor.advertise) == (service, service)
+        assert config.executor.listen == "0.0.0.0:0"
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", *OVERLAYS])
+def test_only_the_gateway_is_published_and_the_pages_of_observability(name: str) -> None:
+    published = {
+        service: described["ports"]
+        for service, described in read(name)["services"].items()
+        if described.get("ports")
+    }
+    allowed = {"compose.yaml": {"gateway"}, "compose.observability.yaml": {"grafana", "jaeger"}}
+    assert published.keys() == allowed.get(name, set())
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+
+
+def test_every_service_of_ours_is_confined() -> None:
+    for service, described in read("compose.yaml")["services"].items():
+        assert described["read_only"] is True, service
+        assert described["cap_drop"] == ["ALL"], service
+        assert described["security_opt"] == ["no-new-privileges:true"], service
+        assert described["mem_limit"], service
+        assert described["logging"]["options"]["max-size"], service
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", *OVERLAYS])
+def test_compose_files_satisfy_the_old_and_the_new_compose(name: str) -> None:
+    assert not {"name", "version"} & read(name).keys()
+
+
+def test_recreating_a_worker_can_touch_no_other_service_that_runs() -> None:
+    services = read("compose.yaml")["services"]
+    needed = {name: set(described.get("depends_on", {})) for name, described in services.items()}
+    assert all(names <= {"model"} for names in needed.values()), needed
+
+
+def test_the_example_of_an_environment_names_what_the_compose_files_read_and_nothing_else() -> None:
+    text = "".join((DEPLOY / name).read_text(encoding="utf-8") for name in ("compose.yaml", *OVERLAYS))
+    read_there = {piece.split(":-")[0] for piece in text.split("${")[1:]}
+    lines = (DEPLOY / ".env.example").read_text(encoding="utf-8").splitlines()
+    given = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    assert given.keys() - {"COMPOSE_PROJECT_NAME"} == read_there
+    defaults = dict(piece.split("}")[0].split(":-") for piece in text.split("${")[1:])
+    assert {name: given[name] for name in defaults} == defaults
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    dashboard = json.loads((DEPLOY / "observability" / "mesh.json").read_text(encoding="utf-8"))
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert asked
+    known = (DEPLOY.parent / "docs" / "operating.md").read_text(encoding="utf-8")
+    for expression in asked:
+        name = expression.split("chipmesh_")[1].split("{")[0].split("[")[0].split(")")[0]
+        assert f"`{name.removesuffix('_bucket')}`" in known, expression
