@@ -11,7 +11,8 @@ echo "test: 3/4 checks (lint, format, types, import law, generated code)"
 bash scripts/check.sh
 checks=$?
 echo "test: 4/4 tests, after ${SECONDS} s"
-.venv/bin/python -m pytest --durations=5 "$@"
+# A file is one process's own: its meshes and its order. Processes are for two cores, as on CI.
+.venv/bin/python -m pytest -n 2 --dist loadfile --durations=5 "$@"
 tests=$?
 if [ "$checks" -ne 0 ]; then
     echo "test: the checks failed (see above, or run scripts/check.sh)" >&2
