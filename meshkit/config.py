@@ -1,4 +1,6 @@
-"""Configuration: small frozen models read once from a JSON file; errors say where and what is allowed."""
+"""Configuration: small frozen models read once, from a JSON file or a folder of them; errors say where and
+what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -72,20 +74,48 @@ _SHOWABLE = frozenset({
 
 
 def load_config(cls: type[Config], path: Path) -> Config:
-    """Read `path`, a JSON object, as `cls`.
+    """Read `path` as `cls`: a JSON object, or a folder of them (`*.json`), merged in the order of names.
+
+    In a folder a later file goes over an earlier one; objects merge field by field, all else is replaced. So
+    a deployment mounts one file for the service and one for each thing that it adds.
 
     Raises:
-        InvalidArgument: the file is missing, is no JSON, or a field is wrong. The text names the file, each
-            field's path, the value and what is allowed; `field` is the first one at fault.
+        InvalidArgument: the file is missing, is no JSON, or a field is wrong. The text names the file or
+            folder, each field's path, the value and what is allowed; `field` is the first one at fault.
     """
+    return parse_config(cls, _read_folder(path) if path.is_dir() else _read_json(path), source=str(path))
+
+
+def _read_json(path: Path) -> object:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{path}: cannot be read: {error}", field="config") from error
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         raise InvalidArgument(f"{path}: no JSON at {where}: {error.msg}", field="config") from error
-    return parse_config(cls, raw, source=str(path))
+
+
+def _read_folder(folder: Path) -> dict[str, Any]:
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise InvalidArgument(f"{folder}: the folder holds no *.json file", field="config")
+    merged: dict[str, Any] = {}
+    for file in files:
+        content = _read_json(file)
+        if not isinstance(content, dict):
+            raise InvalidArgument(f"{file}: a file of a folder must hold a JSON object", field="config")
+        merged = _merge(merged, content)
+    return merged
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` over `below`; where both have an object, the two are merged."""
+    merged = {**below, **above}
+    for name in below.keys() & above.keys():
+        if isinstance(below[name], dict) and isinstance(above[name], dict):
+            merged[name] = _merge(below[name], above[name])
+    return merged
 
 
 def parse_config(cls: type[Config], raw: object, *, source: str) -> Config:
