@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -63,6 +64,7 @@ def run_service(main: Callable[[StopSignal], Awaitable[None]], *, name: str) -> 
             loop.add_signal_handler(number, _on_signal, number, stop, name)
         await main(stop)
 
+    spare_the_collector()
     try:
         uvloop.run(run())
     except MeshError as error:
@@ -72,6 +74,17 @@ def run_service(main: Callable[[StopSignal], Awaitable[None]], *, name: str) -> 
         log.exception("service failed", service=name)
         return EXIT_FAILED
     return EXIT_OK
+
+
+def spare_the_collector() -> None:
+    """What is here now stays to the process' end: Python's cyclic collector need not look at it ever again.
+
+    A full collection looks at every object: of what a gateway has imported, some 70,000 in 27 ms, in which
+    its loop serves nobody; of an executor's libraries several times as many. After this it looks at what came
+    since.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _on_signal(number: signal.Signals, stop: StopSignal, name: str) -> None:

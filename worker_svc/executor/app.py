@@ -23,6 +23,7 @@ from chipmesh.device.v1alpha1.plugin_pb2_grpc import add_PluginServiceServicer_t
 from meshkit.config import parse_config
 from meshkit.errors import FailedPrecondition, Internal, InvalidArgument, MeshError
 from meshkit.rpc.server import RpcServer
+from meshkit.service import spare_the_collector
 from meshkit.telemetry.logging import configure_logging, get_logger
 from meshkit.telemetry.tracing import configure_tracing
 from worker_svc.device_thread import DeviceThread
@@ -177,6 +178,7 @@ async def _serve(settings: ExecutorSettings, pipe: ParentPipe) -> None:
     )
     executor = Executor(settings)
     address = await executor.start()
+    spare_the_collector()  # The plugin has loaded its libraries.
     pipe.say({"address": address, "pid": os.getpid()})
     draining = asyncio.create_task(_say_when_drained(executor, drain, pipe), name="drain")
     try:

@@ -51,6 +51,11 @@ def test_a_clean_end_is_exit_code_0_on_a_uvloop() -> None:
     assert (code, out.strip(), err) == (0, "uvloop", "")
 
 
+def test_the_collector_does_not_look_again_at_what_was_there_before_the_service() -> None:
+    code, out, _ = ended(start("import gc; print(gc.get_freeze_count() > len(gc.get_objects()))"))
+    assert (code, out.strip()) == (0, "True")
+
+
 def test_bad_input_is_one_line_and_exit_code_2() -> None:
     code, _, err = ended(start("raise InvalidArgument('listen is x; give HOST:PORT', field='listen')"))
     assert (code, err) == (2, "example: listen is x; give HOST:PORT\n")
