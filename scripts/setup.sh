@@ -116,8 +116,9 @@ rm -f "$STAMP"
 update_pip
 install_torch
 say "installing chipmesh and its libraries at the versions of constraints.txt"
-pip_install hatchling editables
-# No isolated build: the build tool is the pinned one just installed, and nothing else is fetched.
+pip_install hatchling editables setuptools
+# No isolated build: the build tools are the pinned ones just installed, and nothing else is fetched. One library (forbiddenfruit)
+# comes as source: what a fresh environment brings of setuptools cannot build it, and pip's cache hides that.
 pip_install --no-build-isolation --editable ".[cpu,dev]"
 wanted_stamp >"$STAMP"
 say "took $(torch_line), from ${TORCH_SOURCE}"
