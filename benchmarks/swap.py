@@ -31,6 +31,7 @@ ALLOWED_S = 1.0
 """What a silence may last beside the replay (issue "Swap a chip")."""
 PROMPT_TOKENS = 32
 PREFILL_TOKENS = 512
+FLOWING = 8
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Stream:
     token_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     flows: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set with its first message."""
+    """Set once it has FLOWING tokens: then it decodes, and its prompt is no part of a silence."""
 
     def longest_silence_s(self, since: float) -> float:
         """Between two messages of which the later one came after `since`."""
@@ -63,8 +64,9 @@ async def follow(stub: Any, stream: Stream, *, tokens: int) -> None:
     async for response in stub.Generate(request_of(stream.prompt, tokens=tokens)):
         if response.event.WhichOneof("kind") == "output":
             stream.times.append(time.monotonic())
-            stream.flows.set()
             stream.token_ids += response.event.output.token_ids
+            if len(stream.token_ids) >= FLOWING:
+                stream.flows.set()
 
 
 async def swap_under_streams(
