@@ -44,10 +44,12 @@ class Stream:
     flows: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once it has FLOWING tokens: then it decodes, and its prompt is no part of a silence."""
 
-    def longest_silence_s(self, since: float) -> float:
-        """Between two messages of which the later one came after `since`."""
+    def longest_silence(self, since: float) -> tuple[float, float]:
+        """(seconds, beginning) between two messages of which the later one came after `since`."""
         pairs = itertools.pairwise(self.times)
-        return max((later - earlier for earlier, later in pairs if later > since), default=0.0)
+        return max(
+            ((later - earlier, earlier) for earlier, later in pairs if later > since), default=(0.0, since)
+        )
 
 
 def request_of(prompt: list[int], *, tokens: int) -> inference_pb2.GenerateRequest:
@@ -79,19 +81,23 @@ async def swap_under_streams(
     options = {"emulate": "true"} if "--emulate" in words else {}
     request = admin_pb2.SwapChipRequest(worker="worker-0", backend=words[0], backend_options=options)
     begun, replayed = time.monotonic(), 0
+    stages: dict[str, float] = {}
     async for progress in admin.SwapChip(request):
+        stages.setdefault(progress.stage, round(time.monotonic() - begun, 3))
         if progress.stage == "fence" or not replayed:
             replayed = sum(len(stream.prompt) + len(stream.token_ids) for stream in streams)
     swap_s = time.monotonic() - begun
     still_running = sum(not task.done() for task in tasks)
     await asyncio.gather(*tasks)
-    gap_s = max(stream.longest_silence_s(begun) for stream in streams)
+    gap_s, silent_from = max(stream.longest_silence(begun) for stream in streams)
     return streams, {
         "to": " ".join(words),
         "swap_s": round(swap_s, 3),
         "streams_running_at_its_end": still_running,
         "replayed_tokens": replayed,
         "gap_ms": round(gap_s * 1e3, 1),
+        "silent_from_s": round(silent_from - begun, 3),
+        "stages_s": stages,
     }
 
 
