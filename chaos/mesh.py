@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,13 +156,6 @@ class ChaosMesh:
     def process(self, name: str) -> ProcessRecord:
         """The process of a service; of a worker its supervisor."""
         return self._children[name].identity
-
-    def scheduler_count(self, metric: str) -> float:
-        """A counter of the scheduler's metrics page, summed over its labels; 0.0 before its first."""
-        http_address = self._children["scheduler"].record().http_address
-        with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=5) as reply:
-            lines = reply.read().decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{metric}[ {{]", line))
 
     def fault_file(self, worker: str) -> Path:
         """What a worker's hash back end looks for, see plugins.hash.options."""

@@ -23,6 +23,12 @@ async def read_metrics(http_address: str) -> Page:
     return {name: float(value) for name, _, value in samples}
 
 
+async def read_count(http_address: str, name: str) -> float:
+    """A counter of a service, summed over its labels; 0.0 before its first."""
+    page = await read_metrics(http_address)
+    return sum(value for sample, value in page.items() if sample.partition("{")[0] == name)
+
+
 async def get(http_address: str, path: str) -> tuple[str, Mapping[str, str]]:
     """Body and headers of an answer, whatever its status. Raises OSError."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from chaos.client import Client, Clients
 from chaos.mesh import ChaosMesh, Shape
+from chaos.metrics import read_count
 from chaos.processes import FaultDidNotHappen, freeze, kill, thaw, until
 from chaos.report import Outcome, Target
 from chaos.view import Replica, ready_workers
@@ -203,6 +204,10 @@ class Run:
     async def until_serving(self, *workers: str, timeout_s: float = 60.0) -> None:
         """Return once these workers take requests in the scheduler's view. Raises TimeoutError."""
         await self.mesh.view.first_time(lambda mesh: ready_workers(mesh) >= set(workers), timeout_s=timeout_s)
+
+    async def stale_results(self) -> float:
+        """Results that the present scheduler has ignored, their epoch or step being over."""
+        return await read_count(self.mesh.http_address("scheduler"), "chipmesh_stale_step_results_total")
 
     async def until_moving(self, *, timeout_s: float = 30.0) -> None:
         """Return once every stream has got a token from now on, or has ended. Raises TimeoutError."""

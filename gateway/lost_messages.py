@@ -29,21 +29,14 @@ class SilenceWatch:
     """For each request, the reports in a row that came without a word of it."""
 
     def __init__(self) -> None:
-        self._heard: set[int] = set()
         self._silent_reports: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return f"<SilenceWatch {self._silent_reports}>"
 
-    def hear(self, number: int) -> None:
-        """The scheduler said something of a request."""
-        self._heard.add(number)
-
-    def end_report(self, carried: Iterable[int]) -> int | None:
-        """A report is over; a request among those `carried` that the scheduler does not have, or None."""
-        silent = {
-            number: self._silent_reports.get(number, 0) + 1 for number in carried if number not in self._heard
-        }
-        self._heard.clear()
+    def find_missing(self, report: pb.OpenSessionResponse, carried: Iterable[int]) -> int | None:
+        """A request among those `carried` that the scheduler does not have, as this report too shows; or None."""
+        told = {event.request_number for event in report.events}
+        silent = {number: self._silent_reports.get(number, 0) + 1 for number in carried if number not in told}
         self._silent_reports = silent
         return next((number for number, count in silent.items() if count > MOST_SILENT_REPORTS), None)

@@ -262,7 +262,6 @@ class SessionClient:
             SessionEndedError: a message before it was lost. All requests go on by another session.
         """
         for event in response.events:
-            self._silence.hear(event.request_number)
             request = self._requests.get(event.request_number)
             if request is not None:
                 self._take(request, event)
@@ -270,15 +269,16 @@ class SessionClient:
                 # Others were sent before the scheduler knew that it ended here; this one is still worked on.
                 self._outbox.put(cancel_command(event.request_number))
         if is_report(response):
-            silent = self._silence.end_report(self._requests)
-            if silent is not None:
-                raise SessionEndedError(f"a message was lost: the scheduler does not have request {silent}")
+            missing = self._silence.find_missing(response, self._requests)
+            if missing is not None:
+                raise SessionEndedError(f"a message was lost: the scheduler does not have request {missing}")
 
     def _take(self, request: LiveRequest, event: pb.RequestEvent) -> None:
         if self._may_pass(event):
             self._bring_again(event.request_number, request)
             return
-        self._check_gap(request, event)
+        if event.HasField("tokens"):
+            self._check_gap(request, event.tokens.first_index)
         try:
             apply_event(request, event)
         except Exception:
@@ -287,11 +287,11 @@ class SessionClient:
             request.fail(Internal("an event of this request could not be applied"))
         self._settle(request, event)
 
-    def _check_gap(self, request: LiveRequest, event: pb.RequestEvent) -> None:
+    def _check_gap(self, request: LiveRequest, first_index: int) -> None:
         """Where tokens are missing, another session brings them. Where they are missing there, too, it is the
         scheduler that has lost them, and the request fails.
         """
-        known, first_index = len(request.token_ids), event.tokens.first_index
+        known = len(request.token_ids)
         if first_index <= known or self._gaps.get(request) == known:
             return
         self._gaps[request] = known

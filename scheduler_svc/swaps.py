@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from chipmesh.scheduler.v1alpha1 import registry_pb2
 from meshkit.errors import FailedPrecondition
 
-_FIELDS = {"UNKNOWN_BACKEND": "backend"}
-"""By the worker's reason, the field of the order that is at fault: its progress cannot say so."""
 _OURS = ("fence", "parity", "replay")
 """Stages that we see ourselves; what the supervisor tells then is older."""
 
@@ -34,9 +32,9 @@ class Swap:
         self.stage, self.fraction = stage, fraction
         self.changed.set()
 
-    def fail(self, message: str, *, reason: str) -> None:
-        """The old executor serves on, or is loaded again."""
-        self.error = FailedPrecondition(message, field=_FIELDS.get(reason), reason=reason or "SWAP_FAILED")
+    def fail(self, message: str, *, reason: str, field: str = "") -> None:
+        """The old executor serves on, or is loaded again. field: of the order, where one is at fault."""
+        self.error = FailedPrecondition(message, field=field or None, reason=reason or "SWAP_FAILED")
         self.changed.set()
 
 
@@ -79,7 +77,7 @@ class Swaps:
         if swap is None or not is_ours or swap.stage in _OURS:
             return
         if progress.error:
-            swap.fail(progress.error, reason=progress.reason)
+            swap.fail(progress.error, reason=progress.reason, field=progress.field)
         else:
             swap.reach(progress.stage, progress.fraction)
 

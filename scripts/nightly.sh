@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The long property tests: the same tests with hypothesis' `nightly` profile, plus those marked `nightly`. Takes hours at most.
+# The long property tests: the same tests with hypothesis' `nightly` profile, plus those marked `nightly`. Takes a night or more.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -9,7 +9,7 @@ MACHINE=tests/unit/scheduler_core/test_batcher_machine.py
 # No per-test timeout: a property test of the nightly profile runs for as long as its examples need.
 echo "nightly: a million random steps over the scheduler's tree, ledger and batcher"
 .venv/bin/python -m pytest --timeout=0 "$MACHINE"
-echo "nightly: the fault scoreboard in full counts (about an hour)"
+echo "nightly: the fault scoreboard in full counts (six hours or more)"
 .venv/bin/chipmesh chaos all --full
 echo "nightly: all tests with many more examples per property"
 .venv/bin/python -m pytest --timeout=0 -m "nightly or not nightly" --ignore="$MACHINE" "$@"

@@ -33,6 +33,11 @@ if TYPE_CHECKING:  # generated for type checkers only
 log = get_logger(__name__)
 
 PROBE_TIMEOUT_S = 2.0
+SPIN_COUNT = 5000
+"""Turns that a thread of GNU OpenMP waits for work by spinning, before it sleeps (some tens of microseconds).
+libgomp's own choice is milliseconds; where two executors share processors, as in a swap, the waiting of one
+then is time that the other does not get. See docs/performance.md, "Threads that wait".
+"""
 _NO_ROOM = grpc.StatusCode.RESOURCE_EXHAUSTED.name
 
 
@@ -166,9 +171,8 @@ class Supervisor:
         except MeshError as error:
             outcome = "serves on" if self._leaving is None else "is loaded again"
             log.error("swap failed", backend=wanted.backend, former=outcome, error=error.message)
-            self._tell_swap(
-                "failed", 1.0, error=f"{error.message}; the former chip {outcome}", reason=error.reason
-            )
+            message = f"{error.message}; the former chip {outcome}"
+            self._tell_swap("failed", 1.0, error=message, reason=error.reason, field=error.field or "")
             return
         old, self._executor, self._config = self._executor, new, wanted
         self._announce(new)
@@ -413,8 +417,10 @@ def _environment(config: WorkerConfig) -> Mapping[str, str]:
     """What is set before the executor's interpreter starts: runtimes read thread counts and
     visibility once.
     """
+    chosen = {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
     threads = _threads(config)
-    chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    if threads is not None:
+        chosen["OMP_NUM_THREADS"] = str(threads)
     return {**chosen, **config.executor.environment}
 
 

@@ -56,7 +56,7 @@ async def wake_worker(run: Run) -> None:
 
 
 async def _wake(run: Run, victim: Replica, *processes: ProcessRecord) -> None:
-    before = run.mesh.scheduler_count("chipmesh_stale_step_results_total")
+    before = await run.stale_results()
     try:
         await run.freeze(*processes, loses=[victim])
         await run.until_moving()
@@ -70,5 +70,4 @@ async def _wake(run: Run, victim: Replica, *processes: ProcessRecord) -> None:
             not came_back or replica.instance_id != victim.instance_id or replica.epoch > victim.epoch,
             f"{victim.worker} is back in epoch {replica.epoch}, which was over",
         )
-    after = run.mesh.scheduler_count("chipmesh_stale_step_results_total")
-    run.measure("stale_results_ignored", after - before)
+    run.measure("stale_results_ignored", await run.stale_results() - before)

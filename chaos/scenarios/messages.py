@@ -23,7 +23,6 @@ MOST_SKIPPED = 20
 SHORT_TOKENS = 20
 BETWEEN_S = 0.05
 LEASE_OVER_S = 1.6
-STALE = "chipmesh_stale_step_results_total"
 ENDLESS_TOKENS = 30_000
 """Nobody waits for so many: what still runs after its client has left shows."""
 
@@ -147,7 +146,7 @@ def _of_steps(where: str, fault: Fault) -> Inject:
 
     async def inject(run: Run) -> None:
         async def count() -> float:
-            return run.mesh.scheduler_count(STALE) if is_ignored else await _epochs(run)
+            return await run.stale_results() if is_ignored else await _epochs(run)
 
         before = await count()
         await _repeat(run, where, fault)

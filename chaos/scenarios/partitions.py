@@ -163,14 +163,12 @@ def _harms() -> dict[str, Harm]:
 
 def _injection(choose: Callable[[Run], Awaitable[Link]], harm: Harm) -> Inject:
     async def inject(run: Run) -> None:
-        before = run.mesh.scheduler_count(STALE)
+        before = await run.stale_results()
         await harm(run, await choose(run))
-        run.measure("stale_results_ignored", run.mesh.scheduler_count(STALE) - before)
+        run.measure("stale_results_ignored", await run.stale_results() - before)
 
     return inject
 
-
-STALE = "chipmesh_stale_step_results_total"
 
 for _link, _choose in LINKS.items():
     for _name, _harm in _harms().items():

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from pathlib import Path
 
 import numpy as np
 
+from chaos.metrics import resident_bytes
 from chaos.report import Outcome, Target
 from chaos.scenario import Run, scenario
 
@@ -90,9 +89,4 @@ async def _end(run: Run, flow: asyncio.Task[None]) -> None:
     await flow
     run.measure("at_s", time.monotonic())
     for service in SERVICES:
-        run.measure(f"{service}_rss_mib", _resident_bytes(run.mesh.process(service).pid) / _MIB)
-
-
-def _resident_bytes(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+        run.measure(f"{service}_rss_mib", resident_bytes(run.mesh.process(service)) / _MIB)

@@ -5,24 +5,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 import chaos.scenarios  # noqa: F401 - defines the scenarios
-from chaos.mesh import ChaosMesh
 from chaos.message_faults import Fault, FaultDesk, Lane, Order, read_done, write_orders
 from chaos.proxy import BOTH, Direction, Proxy
 from chaos.runner import Plan, run_on
 from chaos.scenario import SCENARIOS, Run
 from chaos.scenarios.messages import faults_of, order
+from tests.support.chaos_meshes import NO_HARM, Meshes, harms
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 STREAMS = 8
 TOKENS = 300
-ZERO = ("lost", "repeated", "wrong", "failed", "disordered", "miscounted", "leaked_pages")
 PARTITIONS = (
     "gateway-scheduler: cut, long",
     "supervisor-scheduler: cut one way (to server), long",
@@ -42,54 +41,31 @@ MESSAGES = (
     "submit: after its cancel",
 )
 
-# ---------------------------------------------------------------- meshes
+# ---------------------------------------------------------------- scenarios
 
 
-@asynccontextmanager
-async def mesh_of(id_: str, root: Path) -> AsyncIterator[ChaosMesh]:
-    mesh = ChaosMesh(SCENARIOS[id_].shape, root=root)
-    try:
-        await mesh.start()
-        yield mesh
-    finally:
-        problems = await mesh.stop()
-    assert problems == []
-
-
-@pytest.fixture(scope="module")
-async def cuttable(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChaosMesh]:
-    async with mesh_of("R7", tmp_path_factory.mktemp("cuttable")) as mesh:
-        yield mesh
-
-
-@pytest.fixture(scope="module")
-async def lossy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChaosMesh]:
-    async with mesh_of("R9", tmp_path_factory.mktemp("lossy")) as mesh:
-        yield mesh
-
-
-async def harms_nobody(mesh: ChaosMesh, id_: str, variant: str) -> None:
+async def harms_nobody(meshes: Meshes, id_: str, variant: str) -> None:
     scenario = dataclasses.replace(
         SCENARIOS[id_], tokens=TOKENS, variants={variant: SCENARIOS[id_].variants[variant]}
     )
-    report = await run_on(mesh, scenario, Plan(runs=1, streams=STREAMS, seed=1))
+    report = await run_on(await meshes.of(scenario.shape), scenario, Plan(runs=1, streams=STREAMS, seed=1))
     assert report["problems"] == []
-    assert {name: report[name] for name in ZERO} == dict.fromkeys(ZERO, 0)
+    assert harms(report) == NO_HARM
     assert report["faults_injected"] >= 1
 
 
 @pytest.mark.parametrize("variant", PARTITIONS)
-async def test_a_partition_harms_no_client(cuttable: ChaosMesh, variant: str) -> None:
-    await harms_nobody(cuttable, "R7", variant)
+async def test_a_partition_harms_no_client(meshes: Meshes, variant: str) -> None:
+    await harms_nobody(meshes, "R7", variant)
 
 
 @pytest.mark.parametrize("variant", MESSAGES)
-async def test_a_message_fault_harms_no_client(lossy: ChaosMesh, variant: str) -> None:
-    await harms_nobody(lossy, "R9", variant)
+async def test_a_message_fault_harms_no_client(meshes: Meshes, variant: str) -> None:
+    await harms_nobody(meshes, "R9", variant)
 
 
 async def test_a_fault_whose_message_never_comes_fails_the_run(
-    lossy: ChaosMesh, monkeypatch: pytest.MonkeyPatch
+    meshes: Meshes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("chaos.scenarios.messages.FAULT_TIMEOUT_S", 0.3)
 
@@ -98,7 +74,7 @@ async def test_a_fault_whose_message_never_comes_fails_the_run(
             pass
 
     planted = dataclasses.replace(SCENARIOS["R9"], tokens=60, variants={"only": ask_in_vain})
-    report = await run_on(lossy, planted, Plan(runs=1, streams=2, seed=1))
+    report = await run_on(await meshes.of(planted.shape), planted, Plan(runs=1, streams=2, seed=1))
     assert any("fault did not happen" in problem for problem in report["problems"])
     assert (report["faults_injected"], report["passed"]) == (0, False)
 
@@ -121,15 +97,11 @@ class Echo:
 @pytest.fixture
 async def echo() -> AsyncIterator[Echo]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        with closing(writer), suppress(ConnectionError):
             while data := await reader.read(1000):
                 made.got += data
                 writer.write(data)
                 await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()

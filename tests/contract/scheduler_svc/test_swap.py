@@ -91,7 +91,7 @@ async def test_a_backend_that_the_worker_does_not_know_is_named_as_the_field_at_
         watched = Watched(m, backend="other")
         swap_id = (await order_of(m)).swap_id
         failed = registry_pb2.SwapProgress(
-            swap_id=swap_id, stage="failed", error="unknown", reason="UNKNOWN_BACKEND"
+            swap_id=swap_id, stage="failed", error="unknown", reason="UNKNOWN_BACKEND", field="backend"
         )
         m.service.pool.swaps.heard("w0", failed)
         error = await watched.error()

@@ -10,6 +10,11 @@ def event(number: int, *token_ids: int) -> pb.RequestEvent:
     return pb.RequestEvent(request_number=number, tokens=pb.RequestTokens(first_index=3, token_ids=token_ids))
 
 
+def report(*numbers: int) -> pb.OpenSessionResponse:
+    """Of a scheduler that has these requests."""
+    return pb.OpenSessionResponse(events=[event(number) for number in numbers])
+
+
 def test_a_report_is_empty_or_ends_with_positions() -> None:
     assert is_report(pb.OpenSessionResponse())
     assert is_report(pb.OpenSessionResponse(events=[event(1, 5), event(1), event(2)]))
@@ -20,21 +25,18 @@ def test_a_report_is_empty_or_ends_with_positions() -> None:
 def test_a_request_without_a_word_in_some_reports_in_a_row_is_silent() -> None:
     watch = SilenceWatch()
     for _ in range(MOST_SILENT_REPORTS):
-        watch.hear(1)
-        assert watch.end_report([1, 2]) is None
-    watch.hear(1)
-    assert watch.end_report([1, 2]) == 2
+        assert watch.find_missing(report(1), [1, 2]) is None
+    assert watch.find_missing(report(1), [1, 2]) == 2
 
 
 def test_one_word_in_time_is_enough() -> None:
     watch = SilenceWatch()
     for number in range(5 * MOST_SILENT_REPORTS):
-        if number % MOST_SILENT_REPORTS == 0:
-            watch.hear(7)
-        assert watch.end_report([7]) is None
+        told = [7] if number % MOST_SILENT_REPORTS == 0 else []
+        assert watch.find_missing(report(*told), [7]) is None
 
 
 def test_a_request_that_is_not_carried_any_more_is_not_missed() -> None:
     watch = SilenceWatch()
     for _ in range(3 * MOST_SILENT_REPORTS):
-        assert watch.end_report([]) is None
+        assert watch.find_missing(report(), []) is None

@@ -316,6 +316,7 @@ class SwapProgress(_message.Message):
     FRACTION_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
     swap_id: _builtins.str
     """Id of the order."""
     stage: _builtins.str
@@ -326,6 +327,8 @@ class SwapProgress(_message.Message):
     """Why it failed, where it did: the old executor serves on, or is loaded again."""
     reason: _builtins.str
     """Reason of that error in UPPER_SNAKE."""
+    field: _builtins.str
+    """Field of the order that is at fault; empty where none is."""
     def __init__(
         self,
         *,
@@ -334,10 +337,11 @@ class SwapProgress(_message.Message):
         fraction: _builtins.float = ...,
         error: _builtins.str = ...,
         reason: _builtins.str = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fraction", b"fraction", "reason", b"reason", "stage", b"stage", "swap_id", b"swap_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "field", b"field", "fraction", b"fraction", "reason", b"reason", "stage", b"stage", "swap_id", b"swap_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
