@@ -1,4 +1,4 @@
-"""A mesh of real processes on loopback, each started, killed and started again on its own."""
+"""A mesh of real processes, on loopback or on hosts, each started, killed and started again on its own."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ import asyncio
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from chaos.clocks import Clocks, variables
 from chaos.faulty_child import FaultyChild
+from chaos.hosts import Network
 from chaos.links import executor_link, executor_socket, open_links
 from chaos.processes import until
 from chaos.proxy import Proxy
 from chaos.text_model import write_text_model
 from chaos.view import MeshView
+from meshkit.certificates.folder import CertificateFolder, folder_name
 from meshkit.cli.child import Child, last_error_line
 from meshkit.cli.events import LaunchEvent
 from meshkit.cli.processes import ProcessRecord, is_alive, send_signal
+from meshkit.cli.scheduler_channel import tls_files
 from meshkit.cli.state import ServiceKind, StateDir
 from meshkit.cli.stopping import stop_services
+from meshkit.config import TlsConfig
 from meshkit.errors import FailedPrecondition
+from meshkit.rpc.policy import Peer, Role
 
 VOCAB_SIZE = 32_000
 CONTEXT_TOKENS = 131_072
@@ -36,6 +42,7 @@ LATE_POSITION = 150
 """A request whose prompt begins with LATE_DEADLY_TOKEN kills a worker when it is so long."""
 START_TIMEOUT_S = 60.0
 EXIT_TIMEOUT_S = 5.0
+OPERATOR = "chaos"
 ORPHAN_TIMEOUT_S = 8.0
 
 
@@ -62,6 +69,8 @@ class Shape:
     """Services reach each other through ChaosMesh.links."""
     loses_messages: bool = False
     """Single messages from and to the scheduler can be lost, see ChaosMesh.message_faults."""
+    hosts: bool = False
+    """Each service is on a host of its own, and they speak TLS among each other: see chaos.hosts."""
 
 
 class ChaosMesh:
@@ -78,7 +87,11 @@ class ChaosMesh:
         """Processes that a scenario has stopped; they go on before the mesh ends."""
         self.links: dict[str, Proxy] = {}
         """By name (see chaos.links); empty where the shape has none."""
-        self.view = MeshView(lambda: self._addresses["scheduler"])
+        self.network = Network()
+        """Hosts by the names of their services, where the shape has hosts."""
+        self._certificates = self._state.root / "certificates"
+        operator = self._tls(Peer(Role.OPERATOR, OPERATOR))
+        self.view = MeshView(lambda: self._addresses["scheduler"], tls=operator)
         self.clocks = Clocks(self._state.root / "clocks")
 
     def __repr__(self) -> str:
@@ -100,6 +113,8 @@ class ChaosMesh:
         Raises:
             FailedPrecondition: a service ended while it started. TimeoutError: one was not ready in time.
         """
+        if self.shape.hosts:
+            await self._furnish_hosts()
         await self.start_service("scheduler")
         if self.shape.has_proxies:
             scheduler, root = self.address("scheduler"), self._state.root
@@ -134,7 +149,18 @@ class ChaosMesh:
         if kind == "scheduler" and self.shape.loses_messages:
             self.message_faults.mkdir(exist_ok=True)
             return FaultyChild(name, kind, config=config, state=self._state, faults=self.message_faults)
-        return Child(name, kind, config=config, state=self._state)
+        within = self.network[name].enter if self.shape.hosts else ()
+        return Child(name, kind, config=config, state=self._state, within=within)
+
+    async def _furnish_hosts(self) -> None:
+        names = ["scheduler", *self.gateway_names, *self.worker_names]
+        await self.network.open(names)
+        peers = [*(_peer(name) for name in names), Peer(Role.OPERATOR, OPERATOR)]
+        folder = CertificateFolder(self._certificates)
+        await asyncio.to_thread(folder.create, peers, lifetime=timedelta(days=1))
+
+    def _tls(self, peer: Peer) -> TlsConfig | None:
+        return tls_files(self._certificates / folder_name(peer)) if self.shape.hosts else None
 
     @property
     def message_faults(self) -> Path:
@@ -194,6 +220,8 @@ class ChaosMesh:
         problems = [*killed, *await self._bad_exits(), *await self._end_orphans()]
         for link in self.links.values():
             await link.close()
+        if self.shape.hosts:
+            await self.network.close()
         return problems
 
     async def _bad_exits(self) -> list[str]:
@@ -229,20 +257,26 @@ class ChaosMesh:
     # ------------------------------------------------------------ configurations
 
     def _configuration(self, name: str) -> tuple[ServiceKind, dict[str, Any]]:
-        common = {
-            "listen": self._addresses.get(name, "127.0.0.1:0"),
+        common: dict[str, Any] = {
+            "listen": self._addresses.get(name, self._any_port(name)),
+            "http_listen": self._any_port(name),
             "ready_file": str(self._state.ready_file(name)),
         }
+        if (tls := self._tls(_peer(name))) is not None:
+            common["tls"] = tls.model_dump(mode="json")
         if name == "scheduler":
             return "scheduler", {**common, **self._scheduler()}
         if name in self.gateway_names:
             return "gateway", {**common, **self._gateway(name)}
         return "worker", {**common, **self._worker(name)}
 
+    def _any_port(self, name: str) -> str:
+        return f"{self.network[name].address if self.shape.hosts else '127.0.0.1'}:0"
+
     def _scheduler(self) -> dict[str, Any]:
         return {
             "groups": [{"name": "default", "model": MODEL}],
-            "drain_timeout_s": 3.0,
+            "drain_grace_s": 0.5,
             **self.shape.scheduler,
         }
 
@@ -252,7 +286,14 @@ class ChaosMesh:
         if self.shape.text_model:
             folder = write_text_model(self._state.root / TEXT_MODEL)
             models.append({"name": TEXT_MODEL, "path": str(folder)})
-        return {"scheduler_address": self._scheduler_seen_by(name), "models": models, **self.shape.gateway}
+        # Its clients are on another host; keys have tests of their own.
+        anonymous = {"allow_anonymous": True} if self.shape.hosts else {}
+        return {
+            "scheduler_address": self._scheduler_seen_by(name),
+            "models": models,
+            **anonymous,
+            **self.shape.gateway,
+        }
 
     def _scheduler_seen_by(self, name: str) -> str:
         link = self.links.get(name)
@@ -261,7 +302,7 @@ class ChaosMesh:
     def _executor(self, name: str) -> dict[str, Any]:
         link = self.links.get(executor_link(name))
         if link is None:
-            return dict(self.shape.executor)
+            return {"listen": self._any_port(name), **self.shape.executor}
         # A socket file, so that the proxy knows where the next executor will be, too.
         listen = executor_socket(name, root=self._state.root)
         return {"listen": listen, "advertise": link.address, **self.shape.executor}
@@ -288,3 +329,8 @@ class ChaosMesh:
             "drain_timeout_s": 1.0,
             **self.shape.worker,
         }
+
+
+def _peer(name: str) -> Peer:
+    """Who a service is by its certificate."""
+    return Peer(Role(name.partition("-")[0]), name)

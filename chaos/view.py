@@ -13,7 +13,9 @@ import grpc.aio
 from chaos.processes import identify, until
 from chipmesh.scheduler.v1alpha1 import admin_pb2, admin_pb2_grpc
 from meshkit.cli.processes import ProcessRecord
+from meshkit.config import TlsConfig
 from meshkit.rpc.channel import open_channel
+from meshkit.rpc.policy import Role
 
 ReplicaState = admin_pb2.ReplicaStatus
 CALL_TIMEOUT_S = 2.0
@@ -42,10 +44,11 @@ class Replica:
 
 
 class MeshView:
-    """Asks the scheduler at `address()`, which may die and come back."""
+    """Asks the scheduler at `address()`, which may die and come back. tls: an operator's, if any."""
 
-    def __init__(self, address: Callable[[], str]) -> None:
+    def __init__(self, address: Callable[[], str], *, tls: TlsConfig | None = None) -> None:
         self._address = address
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def close(self) -> None:
@@ -57,7 +60,7 @@ class MeshView:
     def _stub(self) -> admin_pb2_grpc.AdminServiceAsyncStub:
         address = self._address()
         if address not in self._channels:
-            self._channels[address] = open_channel(address, traced=False)
+            self._channels[address] = open_channel(address, traced=False, tls=self._tls, role=Role.SCHEDULER)
         return admin_pb2_grpc.AdminServiceStub(self._channels[address])
 
     async def mesh(self) -> admin_pb2.Mesh:

@@ -8,12 +8,19 @@ import secrets
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from chipmesh.inference.v1alpha1 import inference_pb2_grpc
+from gateway.api_keys import KeyRing
 from gateway.config import GatewayConfig
 from gateway.generation import RETRY_AFTER_S, GenerationBounds, Generations
+from gateway.key_files import KeyFiles, read_keys
+from gateway.key_interceptor import KeyInterceptor
+from gateway.key_metrics import KeyMetrics
 from gateway.metrics import GatewayMetrics
 from gateway.models import open_models
 from gateway.prompts import PromptReader
@@ -21,12 +28,17 @@ from gateway.servicer import SERVICE_NAME, InferenceServicer
 from gateway.session_client import SessionClient, SessionSettings
 from gateway.streams import StreamTable
 from gateway.text import TextPool
+from meshkit.address import is_local
+from meshkit.certificates.reading import check_own
 from meshkit.config import load_config
 from meshkit.errors import Unavailable
 from meshkit.http.observability import HealthReport, ObservabilityServer
 from meshkit.modelstore import default_cache_dir
 from meshkit.rpc.channel import open_channel
+from meshkit.rpc.exposure import check_exposure
+from meshkit.rpc.policy import Access, Role
 from meshkit.rpc.server import RpcServer
+from meshkit.rpc.tls import server_credentials
 from meshkit.service import StopSignal, run_service, supervise, write_ready
 from meshkit.telemetry.logging import configure_logging, get_logger
 from meshkit.telemetry.loop_lag import LoopLag
@@ -68,7 +80,8 @@ class GatewayService:
         """Open the models, listen, and begin to look for the scheduler; health says when it is found.
 
         Raises:
-            InvalidArgument: a model or an address in the configuration is wrong.
+            InvalidArgument: a model, a key or an address in the configuration is wrong, or nobody said who
+                may call from beyond this host.
             FailedPrecondition: an address is taken.
         """
         try:
@@ -118,6 +131,7 @@ class GatewayService:
 
     async def _start(self) -> GatewayAddresses:
         config = self._config
+        config.check_listener()
         cache_dir = config.cache_dir or default_cache_dir()
         models = await asyncio.to_thread(open_models, config.models, cache_dir=cache_dir)
         pool = TextPool(threads=config.tokenizer_threads, max_waiting=config.max_waiting_texts)
@@ -125,7 +139,7 @@ class GatewayService:
         registry = Metrics()
         metrics = GatewayMetrics(registry)
         metrics.declare_models(models.names)
-        session = await self._build_session()
+        session = await self._build_session(registry)
         self._generations = Generations(
             models=models,
             prompts=PromptReader(pool, config.max_prompt_bytes),
@@ -142,31 +156,79 @@ class GatewayService:
         http = ObservabilityServer(config.http_listen, metrics.registry, self._health)
         http_address = await http.start()
         self._cleanup.push_async_callback(http.stop)
-        address = await self._start_rpc(self._generations)
+        keys, key_files = await self._open_keys(registry)
+        address = await self._start_rpc(self._generations, keys)
+        if config.watches_keys:
+            self._run(key_files.watch(), "API keys")
         self._run(session.run(), "session")
         self._run(self._follow_session(), "health")
         self._run(LoopLag(registry).measure(), "loop lag")
         return GatewayAddresses(config.advertise or address, http_address)
 
-    async def _build_session(self) -> SessionClient:
+    async def _build_session(self, registry: Metrics) -> SessionClient:
         config = self._config
+        check_exposure(config, {"scheduler_address": config.scheduler_address}, metrics=registry)
         # Untraced: it lives as long as the gateway; each request carries its own context.
         channel = open_channel(
-            config.scheduler_address, max_message_bytes=config.max_message_bytes, traced=False
+            config.scheduler_address,
+            max_message_bytes=config.max_message_bytes,
+            traced=False,
+            tls=config.tls,
+            role=Role.SCHEDULER,
+            name=config.tls.scheduler if config.tls else None,
         )
         self._cleanup.push_async_callback(channel.close)
         self._session = SessionClient(
             channel,
-            gateway_id=f"gateway-{os.getpid()}-{secrets.token_hex(4)}",
+            gateway_id=await self._make_id(),
             settings=SessionSettings(outage_limit_s=config.outage_limit_s),
             on_change=lambda _up: self._session_changed.set(),
         )
         return self._session
 
-    async def _start_rpc(self, generations: Generations) -> str:
+    async def _make_id(self) -> str:
+        """New for each process. A scheduler takes only those that begin with the certificate's name."""
+        tls, unique = self._config.tls, f"{os.getpid()}-{secrets.token_hex(4)}"
+        peer = await asyncio.to_thread(check_own, tls, Role.GATEWAY)
+        return f"gateway-{unique}" if peer is None else f"{peer.name}/{unique}"
+
+    async def _open_keys(self, registry: Metrics) -> tuple[KeyInterceptor, KeyFiles]:
+        """Who may call: checks each call from now on, and follows the files of keys when it is run."""
+        config = self._config
+        ring = KeyRing(checks_keys=config.checks_keys, allow_anonymous=config.allow_anonymous)
+        metrics = KeyMetrics(registry, lambda: ring.tenants)
+        files = KeyFiles(
+            partial(read_keys, config.api_keys, config.api_keys_file),
+            ring.replace,
+            interval_s=config.api_keys_interval_s,
+            on_error=metrics.file_errors.inc,
+        )
+        await files.load()
+        interceptor = KeyInterceptor(
+            ring, is_public=not is_local(config.listen), on_refused=metrics.unauthenticated.inc
+        )
+        return interceptor, files
+
+    async def _listener_credentials(self) -> grpc.ServerCredentials | None:
+        config = self._config
+        if config.listen_tls is not None:
+            files = config.listen_tls
+            return await asyncio.to_thread(
+                server_credentials, certificate=files.certificate, key=files.key, field="listen_tls"
+            )
+        if config.checks_keys and not is_local(config.listen):
+            log.warning("API keys travel in plain text: set listen_tls, or end TLS before this gateway")
+        return None
+
+    async def _start_rpc(self, generations: Generations, keys: KeyInterceptor) -> str:
         config = self._config
         self._rpc = RpcServer(
-            listen=config.listen, reflection=config.reflection, max_message_bytes=config.max_message_bytes
+            listen=config.listen,
+            reflection=config.reflection,
+            max_message_bytes=config.max_message_bytes,
+            interceptors=[keys],
+            credentials=await self._listener_credentials(),
+            access=Access(everyone=Role.CLIENT),
         )
         self._rpc.add(
             inference_pb2_grpc.add_InferenceServiceServicer_to_server,

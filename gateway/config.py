@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
-from meshkit.address import UnixAddress, parse_listen
+from meshkit.address import is_local
 from meshkit.config import FrozenConfig, ServiceConfig
-from meshkit.errors import MeshError
+from meshkit.errors import InvalidArgument
 
 MIB = 1024 * 1024
 
@@ -40,6 +41,47 @@ class ServedModelConfig(FrozenConfig):
         return self
 
 
+class ApiKeyConfig(FrozenConfig):
+    """One key of a client, and what its requests may use.
+
+    name: of the key, for budgets, metrics and whose requests are whose.
+    sha256: SHA-256 of the key in hexadecimal, as `chipmesh keys new` prints it. file: path of a file with the
+        key, or with several, one a line, all good while a key is changed; read again when it changes. One of
+        the two.
+    requests_per_minute: calls that make work (Generate, Tokenize). tokens_per_minute: prompt and output
+        together. max_live_requests: at once. None: no limit. Each gateway counts for itself.
+    share_cache: whether cached prefixes are shared with all others who share; False: with nobody.
+    """
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    sha256: SecretStr | None = None
+    file: Path | None = None
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    max_live_requests: int | None = Field(default=None, ge=1)
+    share_cache: bool = False
+
+    @field_validator("sha256")
+    @classmethod
+    def _is_a_hash(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", value.get_secret_value()):
+            raise ValueError("is no SHA-256, which has 64 hexadecimal digits; `chipmesh keys new` makes one")
+        return value
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> ApiKeyConfig:
+        if (self.sha256 is None) == (self.file is None):
+            raise ValueError(f"key {self.name!r} needs either sha256 or file")
+        return self
+
+
+class ListenTlsConfig(FrozenConfig):
+    """PEM files of the public listener: its certificate with the chain, and its key; read again on change."""
+
+    certificate: Path
+    key: Path
+
+
 class GatewayConfig(ServiceConfig):
     """What one gateway process needs.
 
@@ -58,6 +100,11 @@ class GatewayConfig(ServiceConfig):
     outage_limit_s: how long accepted requests wait for a scheduler that is gone before they fail.
     drain_grace_s: how long live requests may go on after SIGTERM; runtimes of containers wait 10 s.
     reflection: default on where `listen` is on loopback or a Unix socket, else off.
+    api_keys: who may call. api_keys_file: JSON with a list of more of them, looked at every
+        api_keys_interval_s seconds, as the files of keys are. Without either everybody may, on loopback or a
+        Unix socket only.
+    allow_anonymous: calls without a key are served, too, also from beyond this host.
+    listen_tls: certificate of `listen`; None: plain text.
     """
 
     scheduler_address: str
@@ -75,6 +122,36 @@ class GatewayConfig(ServiceConfig):
     accept_timeout_s: float = Field(default=10.0, gt=0.0)
     outage_limit_s: float = Field(default=60.0, gt=0.0)
     drain_grace_s: float = Field(default=8.0, ge=0.0)
+    api_keys: list[ApiKeyConfig] = Field(default_factory=list)
+    api_keys_file: Path | None = None
+    api_keys_interval_s: float = Field(default=1.0, gt=0.0)
+    allow_anonymous: bool = False
+    listen_tls: ListenTlsConfig | None = None
+
+    @property
+    def checks_keys(self) -> bool:
+        """Whether keys are configured: without any there is nothing to check."""
+        return bool(self.api_keys) or self.api_keys_file is not None
+
+    @property
+    def watches_keys(self) -> bool:
+        """Whether keys lie in files, which may change."""
+        return self.api_keys_file is not None or any(key.file is not None for key in self.api_keys)
+
+    def check_listener(self) -> None:
+        """Whether `listen` is open to no more than was said.
+
+        Raises:
+            InvalidArgument: it is reached from beyond this host, and nobody said who may call.
+        """
+        if is_local(self.listen) or self.checks_keys or self.allow_anonymous:
+            return
+        raise InvalidArgument(
+            f"listen is {self.listen!r}, which is reached from beyond this host, and there are no api_keys; "
+            "add some (`chipmesh keys new NAME` makes one), or say allow_anonymous: true to serve everybody",
+            field="listen",
+            reason="LISTENER_WITHOUT_KEYS",
+        )
 
     @field_validator("models")
     @classmethod
@@ -101,14 +178,3 @@ class GatewayConfig(ServiceConfig):
             listen = raw.get("listen", cls.model_fields["listen"].default)
             return {**raw, "reflection": isinstance(listen, str) and is_local(listen)}
         return raw
-
-
-def is_local(listen: str) -> bool:
-    """Whether only processes of this host can reach `listen`; False for an address of no known form."""
-    try:
-        address = parse_listen(listen)
-    except MeshError:
-        return False  # The field's own check reports it.
-    if isinstance(address, UnixAddress):
-        return True
-    return address.host in ("localhost", "::1") or address.host.startswith("127.")

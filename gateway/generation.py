@@ -8,11 +8,11 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chipmesh.inference.v1alpha1 import inference_pb2 as pb
 from gateway import validation
-from gateway.generation_spec import Finish, FinishReason, GenerationSpec
+from gateway.generation_spec import Finish, FinishReason, GenerationSpec, RequestKey
 from gateway.given_output import check_agrees, check_logprobs_from, check_same, take_in
 from gateway.live_request import LiveRequest, OutputReader
 from gateway.metrics import GatewayMetrics, RequestTimer
@@ -22,6 +22,7 @@ from gateway.prompts import PromptReader, field_of
 from gateway.request_span import RequestSpan
 from gateway.session_client import SessionClient
 from gateway.streams import StreamTable
+from gateway.tenant import Tenant
 from gateway.text import IncrementalDetokenizer
 from meshkit.errors import InvalidArgument, MeshError, Unavailable
 
@@ -81,11 +82,11 @@ class Generations:
 
     @asynccontextmanager
     async def generate(
-        self, request: pb.GenerateRequest, *, time_left_s: float | None
+        self, request: pb.GenerateRequest, *, tenant: Tenant, time_left_s: float | None
     ) -> AsyncIterator[OutputReader]:
         """Start a generation, or follow the one of this request_id, after the output that the request brings.
 
-        Inside the block the mesh has accepted it.
+        Inside the block the mesh has accepted it. tenant: whose it is.
 
         Leaving the block early, by an error or a cancelled task, cancels the request (after the resume
         window, where there is one).
@@ -96,7 +97,7 @@ class Generations:
         """
         self._refuse_while_draining()
         with self._following(), RequestSpan() as span:
-            reader = await self._open(request, span, time_left_s=time_left_s)
+            reader = await self._open(self._read(request, tenant), span, time_left_s=time_left_s)
             live = reader.request
             span.accepted(live.spec)
             try:
@@ -107,14 +108,16 @@ class Generations:
                 span.ended(live)
 
     @asynccontextmanager
-    async def resume(self, request_id: str, *, next_index: int) -> AsyncIterator[OutputReader]:
-        """Follow a request again, from token `next_index` on.
+    async def resume(
+        self, request_id: str, *, tenant: Tenant, next_index: int
+    ) -> AsyncIterator[OutputReader]:
+        """Follow a request of `tenant` again, from token `next_index` on.
 
         Raises:
-            NotFound: it is not known here any more.
+            NotFound: it is not known here any more, or not its own.
             InvalidArgument: it has no such token yet.
         """
-        live = self._table.find(request_id)
+        live = self._table.find(RequestKey(tenant.name, request_id))
         check_logprobs_from(next_index, live, field="next_index")
         known = len(live.token_ids)
         if next_index > known:
@@ -131,9 +134,9 @@ class Generations:
             finally:
                 self._detach(reader)
 
-    def cancel(self, request_id: str) -> bool:
-        """End a request; its readers get its end. Whether it was live."""
-        live = self._table.find_live(request_id)
+    def cancel(self, request_id: str, *, tenant: Tenant) -> bool:
+        """End a request of `tenant`; its readers get its end. Whether it was live."""
+        live = self._table.find_live(RequestKey(tenant.name, request_id))
         if live is None:
             return False
         self._end(live)
@@ -181,19 +184,16 @@ class Generations:
             if not self._following_count:
                 self._idle.set()
 
-    async def _open(
-        self, request: pb.GenerateRequest, span: RequestSpan, *, time_left_s: float | None
-    ) -> OutputReader:
+    async def _open(self, asked: _Asked, span: RequestSpan, *, time_left_s: float | None) -> OutputReader:
         """A reader after the output that the request brings, on a new generation or on that of its id."""
         deadline = None if time_left_s is None else self._clock() + time_left_s
-        asked = self._read(request)
-        known = await self._table.find_again(request.request_id) if request.request_id else None
+        known = await self._table.find_again(asked.key) if asked.request.request_id else None
         if known is not None:
             return await self._join(known, asked)
         live = await self._admit(asked, deadline=deadline, traceparent=span.traceparent)
         return self._attach(live, live.given_count)
 
-    def _read(self, request: pb.GenerateRequest) -> _Asked:
+    def _read(self, request: pb.GenerateRequest, tenant: Tenant) -> _Asked:
         model = self.models.find(request.model)
         timer = RequestTimer(self._metrics, model.name, clock=self._clock)
         validation.check_request_id(request.request_id)
@@ -203,27 +203,35 @@ class Generations:
             draw_seed=self._draw_seed,
             max_resume_window_s=self._bounds.max_resume_window_s,
         )
-        return _Asked(request, request.request_id or secrets.token_hex(16), model, options, timer)
+        key = RequestKey(tenant.name, request.request_id or secrets.token_hex(16))
+        return _Asked(request, key, tenant, model, _salted(options, tenant), timer)
 
     async def _admit(self, asked: _Asked, *, deadline: float | None, traceparent: str) -> LiveRequest:
-        self._table.reserve(asked.request_id)
+        tenant = asked.tenant
+        self._table.reserve(asked.key)
         try:
+            tenant.admit(live=self._table.busy_count_of(tenant.name) - 1)
             spec = await self._complete(asked)
             text = _output_text(spec, asked.model)
             given = await self._take_in(asked.output_token_ids, spec, text)
             # The gateway may have begun to drain while the prompt was tokenised.
             self._refuse_while_draining()
+            # And its tenant's other requests may have used up the budget.
+            tenant.check_tokens()
+            # Output that a request brings is read by a chip as its prompt is.
+            prompt_tokens = len(spec.prompt_token_ids) + len(given)
             live = LiveRequest(
                 spec,
                 text=text,
-                observer=_Bookkeeper(asked.timer, self._retire),
+                observer=_Bookkeeper(asked.timer, tenant, prompt_tokens, self._retire),
                 given=given,
                 deadline=deadline,
                 traceparent=traceparent,
             )
         except BaseException:
-            self._table.release(asked.request_id)
+            self._table.release(asked.key)
             raise
+        tenant.spend(prompt_tokens)
         self._table.add(live)
         if not live.finish_if_complete():
             self._session.submit(live)
@@ -251,9 +259,10 @@ class Generations:
         return validation.complete(
             asked.options,
             asked.model,
-            request_id=asked.request_id,
+            request_id=asked.key.request_id,
             prompt_token_ids=await self.prompts.read(prompt, asked.model),
             field=field_of(prompt),
+            owner=asked.tenant.name,
         )
 
     async def _take_in(self, token_ids: Sequence[int], spec: GenerationSpec, text: OutputText) -> array[int]:
@@ -317,7 +326,8 @@ class _Asked:
     """A request whose fields are checked, before its prompt is tokenised."""
 
     request: pb.GenerateRequest
-    request_id: str
+    key: RequestKey
+    tenant: Tenant
     model: ServedModel
     options: validation.Options
     timer: RequestTimer
@@ -329,22 +339,40 @@ class _Asked:
 
 
 class _Bookkeeper:
-    """Keeps measurements and table in step with one request."""
+    """Keeps measurements, budgets and table in step with one request."""
 
-    def __init__(self, timer: RequestTimer, retire: Callable[[LiveRequest], None]) -> None:
+    def __init__(
+        self,
+        timer: RequestTimer,
+        tenant: Tenant,
+        prompt_tokens: int,
+        retire: Callable[[LiveRequest], None],
+    ) -> None:
         self._timer = timer
+        self._tenant = tenant
+        self._prompt_tokens = prompt_tokens
         self._retire = retire
 
     def on_queued(self) -> None:
         self._timer.accepted()
+        self._tenant.count_accepted(self._prompt_tokens)
 
     def on_tokens(self, count: int) -> None:
         self._timer.tokens(count)
+        self._tenant.count_output(count)
 
     def on_end(self, request: LiveRequest) -> None:
         end = request.end
+        if isinstance(end, MeshError) and not request.is_queued:
+            # Refused, so no chip read it. One that its client gave up may have been on its way to one.
+            self._tenant.spend(-self._prompt_tokens)
         self._timer.ended(aborted=not isinstance(end, Finish) or end.reason is FinishReason.CANCELLED)
         self._retire(request)
+
+
+def _salted(options: validation.Options, tenant: Tenant) -> validation.Options:
+    scheduling = options.scheduling
+    return replace(options, scheduling=replace(scheduling, cache_salt=tenant.salt(scheduling.cache_salt)))
 
 
 def _output_text(spec: GenerationSpec, model: ServedModel) -> OutputText:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 class FinishReason(enum.Enum):
@@ -54,12 +55,20 @@ class Scheduling:
     resume_window_s: float | None = None
 
 
+class RequestKey(NamedTuple):
+    """What a request is known by: each owner has ids of its own. owner: name of its key, or ""."""
+
+    owner: str
+    request_id: str
+
+
 @dataclass(frozen=True)
 class GenerationSpec:
     """One request, checked and completed.
 
     end_token_ids: all ids that end it, the model's (unless ignored) and the client's.
     seed_is_drawn: the client left the seed to the gateway.
+    owner: name of the key that it belongs to, "" without one.
     """
 
     request_id: str
@@ -71,6 +80,12 @@ class GenerationSpec:
     logprobs: bool = False
     scheduling: Scheduling = Scheduling()
     seed_is_drawn: bool = False
+    owner: str = ""
+
+    @property
+    def key(self) -> RequestKey:
+        """What it is known by at this gateway."""
+        return RequestKey(self.owner, self.request_id)
 
     def ending_of(self, token_ids: Sequence[int], *, matched_stop: str | None) -> FinishReason | None:
         """Why a generation with this output has ended by it; None where it goes on.

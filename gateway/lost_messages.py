@@ -35,7 +35,7 @@ class SilenceWatch:
         return f"<SilenceWatch {self._silent_reports}>"
 
     def find_missing(self, report: pb.OpenSessionResponse, carried: Iterable[int]) -> int | None:
-        """A request among those `carried` that the scheduler does not have, as this report too shows; or None."""
+        """A request among those `carried` that the scheduler does not have, as this report too shows."""
         told = {event.request_number for event in report.events}
         silent = {number: self._silent_reports.get(number, 0) + 1 for number in carried if number not in told}
         self._silent_reports = silent

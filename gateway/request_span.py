@@ -50,6 +50,8 @@ class RequestSpan:
                 "chipmesh.prompt_tokens": len(spec.prompt_token_ids),
             }
         )
+        if spec.owner:
+            self._span.set_attribute("chipmesh.key", spec.owner)
 
     def ended(self, request: LiveRequest) -> None:
         """The client is served, or gone."""

@@ -11,6 +11,7 @@ from chipmesh.inference.v1alpha1 import inference_pb2 as pb
 from chipmesh.inference.v1alpha1 import inference_pb2_grpc
 from gateway.generation import Generations
 from gateway.generation_spec import Finish, FinishReason, GenerationSpec
+from gateway.key_interceptor import current_tenant
 from gateway.live_request import LiveRequest, Output, OutputReader
 from meshkit.errors import Internal
 
@@ -36,7 +37,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         """See the proto."""
-        following = self._generations.generate(request, time_left_s=context.time_remaining())
+        following = self._generations.generate(
+            request, tenant=current_tenant(), time_left_s=context.time_remaining()
+        )
         async with following as reader, aclosing(_events(reader)) as events:
             async for event in events:
                 yield pb.GenerateResponse(event=event)
@@ -45,7 +48,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.ResumeGenerationRequest, context: Context
     ) -> AsyncIterator[pb.ResumeGenerationResponse]:
         """See the proto. `accepted` comes first here, too: the client may have lost it."""
-        following = self._generations.resume(request.request_id, next_index=request.next_index)
+        following = self._generations.resume(
+            request.request_id, tenant=current_tenant(), next_index=request.next_index
+        )
         async with following as reader, aclosing(_events(reader)) as events:
             async for event in events:
                 yield pb.ResumeGenerationResponse(event=event)
@@ -54,7 +59,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.CancelGenerationRequest, context: Context
     ) -> pb.CancelGenerationResponse:
         """See the proto."""
-        return pb.CancelGenerationResponse(cancelled=self._generations.cancel(request.request_id))
+        cancelled = self._generations.cancel(request.request_id, tenant=current_tenant())
+        return pb.CancelGenerationResponse(cancelled=cancelled)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """See the proto."""
@@ -69,6 +75,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """See the proto."""
         model = self._generations.models.find(request.model)
         model.require_text("model")
+        current_tenant().take_request()
         token_ids = await self._generations.prompts.read(request.prompt, model)
         return pb.TokenizeResponse(token_ids=token_ids)
 

@@ -19,6 +19,8 @@ MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 100.0
 MAX_PRIORITY = 1000
 MAX_KEY_CHARS = 256
+RESERVED_SALT_PREFIX = "chipmesh-key:"
+"""Of the cache salts that keys get from the gateway: no client may put itself into another's cache."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,16 @@ def read_token_prompt(token_ids: Sequence[int], model: ServedModel) -> Sequence[
 
 
 def complete(
-    options: Options, model: ServedModel, *, request_id: str, prompt_token_ids: Sequence[int], field: str
+    options: Options,
+    model: ServedModel,
+    *,
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    field: str,
+    owner: str = "",
 ) -> GenerationSpec:
     """The whole request, once the prompt's tokens are known. field: where the prompt came from, for errors.
+    owner: name of the key that it belongs to.
 
     max_tokens is clipped to what the context leaves.
 
@@ -173,6 +182,7 @@ def complete(
         logprobs=options.logprobs,
         scheduling=options.scheduling,
         seed_is_drawn=options.seed_is_drawn,
+        owner=owner,
     )
 
 
@@ -202,6 +212,11 @@ def _read_scheduling(given: pb.SchedulingOptions, max_resume_window_s: float) ->
                 f"scheduling.{name}", f"has {len(text)} characters",
                 f"at most {MAX_KEY_CHARS} are allowed; send a hash of it",
             )  # fmt: skip
+    if given.cache_salt.startswith(RESERVED_SALT_PREFIX):
+        raise _refusal(
+            "scheduling.cache_salt", f"begins with {RESERVED_SALT_PREFIX!r}",
+            "that is reserved; choose another one",
+        )  # fmt: skip
     window_s = given.resume_window_ms / 1000 if given.HasField("resume_window_ms") else None
     if window_s is not None and window_s > max_resume_window_s:
         raise _refusal(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshkit.errors import InvalidArgument
+from meshkit.errors import InvalidArgument, MeshError
 
 _FORMS = "'HOST:PORT' with a port of 0 to 65535 (0 picks a free one), or 'unix:PATH'"
 
@@ -42,3 +42,14 @@ def parse_listen(text: str, *, field: str = "listen") -> TcpAddress | UnixAddres
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise InvalidArgument(f"{field} is {text!r}; expected {_FORMS}", field=field)
     return TcpAddress(host.removeprefix("[").removesuffix("]"), int(port))
+
+
+def is_local(text: str) -> bool:
+    """Whether only processes of this host can reach the address; False for one of no known form."""
+    try:
+        address = parse_listen(text)
+    except MeshError:
+        return False  # The field's own check reports it.
+    if isinstance(address, UnixAddress):
+        return True
+    return address.host in ("localhost", "::1") or address.host.startswith("127.")

@@ -38,12 +38,29 @@ class TracingConfig(FrozenConfig):
         return self
 
 
+class TlsConfig(FrozenConfig):
+    """Who a service is to the others: PEM files, read again for each new connection.
+
+    certificate: names its role, see meshkit.rpc.policy. key: of that certificate, without a password.
+    authority: those that are trusted to say who somebody is; a bundle while one takes another's place.
+    scheduler: name that a scheduler's certificate must have, for gateways and workers; None: any scheduler of
+        that authority will do.
+    """
+
+    certificate: Path
+    key: Path
+    authority: Path
+    scheduler: str | None = Field(default=None, min_length=1)
+
+
 class ServiceConfig(FrozenConfig):
     """What every service has; a service's own model extends it.
 
     listen, http_listen: "HOST:PORT" (port 0 picks a free one) or "unix:PATH".
     advertise: address that others are told, where it differs from the bound one.
     ready_file: written when the service is ready, see `meshkit.service.write_ready`.
+    tls: towards the other services, in both directions; without it they must all be on one host, unless
+    insecure_network says that everything between them may be trusted.
     """
 
     listen: str = "127.0.0.1:0"
@@ -53,6 +70,8 @@ class ServiceConfig(FrozenConfig):
     tracing: TracingConfig = TracingConfig()
     log_level: LogLevel = "info"
     reflection: bool = False
+    tls: TlsConfig | None = None
+    insecure_network: bool = False
 
     @field_validator("listen", "http_listen")
     @classmethod

@@ -65,6 +65,18 @@ class AlreadyExists(MeshError):
     code = grpc.StatusCode.ALREADY_EXISTS
 
 
+class Unauthenticated(MeshError):
+    """The caller has not shown who it is. The message must not help to guess a secret."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(MeshError):
+    """The caller is known, and may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class FailedPrecondition(MeshError):
     """The request is right but the present state forbids it; retrying without a change is useless."""
 
@@ -127,7 +139,7 @@ class Cancelled(MeshError):
 
 _CLASSES: tuple[type[MeshError], ...] = (
     InvalidArgument, NotFound, AlreadyExists, FailedPrecondition, ResourceExhausted, Unavailable, Aborted,
-    Unimplemented, DeadlineExceeded, Internal, Cancelled,
+    Unimplemented, DeadlineExceeded, Internal, Cancelled, Unauthenticated, PermissionDenied,
 )  # fmt: skip
 _CLASS_OF = {cls.code: cls for cls in _CLASSES}
 

@@ -11,10 +11,14 @@ from pathlib import Path
 from chipmesh.scheduler.v1alpha1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from chipmesh.scheduler.v1alpha1.registry_pb2_grpc import add_WorkerRegistryServiceServicer_to_server
 from chipmesh.scheduler.v1alpha1.session_pb2_grpc import add_SessionServiceServicer_to_server
+from meshkit.certificates.reading import check_own
 from meshkit.config import describe, load_config
-from meshkit.errors import Internal, Unavailable
+from meshkit.errors import Internal
 from meshkit.http.observability import HealthReport, ObservabilityServer
+from meshkit.rpc.exposure import check_exposure
+from meshkit.rpc.policy import Role
 from meshkit.rpc.server import RpcServer
+from meshkit.rpc.tls import service_credentials
 from meshkit.service import StopSignal, run_service, supervise, write_ready
 from meshkit.telemetry.logging import configure_logging, get_logger
 from meshkit.telemetry.loop_lag import LoopLag
@@ -59,6 +63,9 @@ class SchedulerService:
     """The whole scheduler in one process; must be made inside the event loop that it runs on.
 
     strict_identity: `stop` raises Internal if any idle check found pages that do not add up (for tests).
+
+    Raises:
+        InvalidArgument: others would reach it in plain text, or its certificate cannot be used.
     """
 
     def __init__(self, config: SchedulerConfig, *, strict_identity: bool = False) -> None:
@@ -66,6 +73,7 @@ class SchedulerService:
         self._config = config
         self._strict_identity = strict_identity
         metrics = Metrics()
+        check_exposure(config, {"listen": config.listen}, metrics=metrics)
         scheduler_metrics = SchedulerMetrics(metrics)
         core = MeshCore(
             policy=config.schedule_policy,
@@ -95,7 +103,8 @@ class SchedulerService:
         self.engine.on_weights_set = self.guards.weights_set
         self.lag = LoopLag(metrics)
         self.traffic_file = self._make_traffic_file(config, scheduler_metrics)
-        self._sessions = SessionServicer(self.engine, scheduler_id=self.scheduler_id)
+        self.sessions = SessionServicer(self.engine, scheduler_id=self.scheduler_id)
+        self.stopping = False
         self._rpc = self._make_rpc_server(config)
         self._http = ObservabilityServer(config.http_listen, metrics.registry, self._health)
 
@@ -109,6 +118,7 @@ class SchedulerService:
             attach_timeout_s=config.attach_timeout_s,
             deadline=StepDeadline(config.step_deadline_floor_s, config.step_deadline_factor),
             max_message_bytes=config.max_message_bytes,
+            tls=config.tls,
         )
 
     def _make_traffic_file(self, config: SchedulerConfig, metrics: SchedulerMetrics) -> TrafficFile | None:
@@ -134,6 +144,7 @@ class SchedulerService:
             reflection=config.reflection,
             max_message_bytes=config.max_message_bytes,
             untraced_methods=_UNTRACED,
+            credentials=service_credentials(config.tls),
         )
         registry = RegistryServicer(self.pool, config=config, scheduler_id=self.scheduler_id)
         admin = AdminServicer(
@@ -141,10 +152,10 @@ class SchedulerService:
             self.pool,
             MeshView(self.engine, self.pool, self.guards, self.mirror, scheduler_id=self.scheduler_id),
             self.mirror,
-            gateway_count=lambda: self._sessions.gateway_count,
+            gateway_count=lambda: self.sessions.gateway_count,
             drain_timeout_s=config.drain_timeout_s,
         )
-        rpc.add(add_SessionServiceServicer_to_server, self._sessions, _SESSION)
+        rpc.add(add_SessionServiceServicer_to_server, self.sessions, _SESSION)
         rpc.add(add_WorkerRegistryServiceServicer_to_server, registry, _REGISTRY)
         rpc.add(add_AdminServiceServicer_to_server, admin, _ADMIN)
         return rpc
@@ -153,9 +164,9 @@ class SchedulerService:
         members = list(self.pool.members)
         ready = sum(member.state is WorkerState.READY for member in members)
         return HealthReport(
-            serving=not self.engine.draining,
+            serving=not self.stopping,
             parts={
-                "process": "stopping" if self.engine.draining else "ok",
+                "process": "stopping" if self.stopping else "ok",
                 "loop": f"lag {self.lag.seconds * 1000:.1f} ms",
                 "replicas": f"{ready} ready of {len(members)}",
             },
@@ -166,7 +177,9 @@ class SchedulerService:
 
         Raises:
             FailedPrecondition: an address cannot be bound.
+            InvalidArgument: the certificate is that of another role.
         """
+        await asyncio.to_thread(check_own, self._config.tls, Role.SCHEDULER)
         address = await self._rpc.start()
         try:
             http_address = await self._http.start()
@@ -177,23 +190,19 @@ class SchedulerService:
         return SchedulerAddresses(address, http_address)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new requests, give running ones `grace_s` seconds, end the rest with UNAVAILABLE, and stop.
+        """Serve on while there are requests, for at most `grace_s` seconds, and stop. What is not through by
+        then goes on at the next scheduler: the end of a session has gateways bring their requests there.
 
         Raises:
             Internal: only with `strict_identity`.
         """
-        self.engine.draining = True
+        self.stopping = True
         await self._rpc.set_serving(False)
         try:
             await asyncio.wait_for(self.engine.wait_until_empty(), grace_s)
         except asyncio.TimeoutError:
-            log.warning("requests end unfinished", count=self.engine.live_count, grace_s=grace_s)
-            self.engine.fail_all(
-                Unavailable(
-                    "this scheduler stopped before the request ended; send it again", reason="DRAINING"
-                )
-            )
-        await self._sessions.close_all(timeout_s=1.0)
+            log.info("requests go on at the next scheduler", count=self.engine.live_count, grace_s=grace_s)
+        await self.sessions.close_all(timeout_s=1.0)
         await self.pool.close()
         await self._rpc.stop(0.1)
         await self._http.stop()
@@ -230,7 +239,7 @@ async def _serve(config: SchedulerConfig, stop: StopSignal) -> None:
 
     async def until_stopped() -> None:
         await stop.wait()
-        await service.stop(config.drain_timeout_s)
+        await service.stop(config.drain_grace_s)
 
     await supervise(
         until_stopped(), loop_lag=service.lag.measure(), traffic_file=service.watch_traffic_file()

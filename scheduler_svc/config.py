@@ -81,7 +81,9 @@ class SchedulerConfig(ServiceConfig):
     step_deadline_floor_s, step_deadline_factor: a step may take max(floor, factor × predicted time).
     attach_timeout_s: bound of each of the two calls that attach to an executor.
     reattach_backoff_s, reattach_backoff_max_s: pause between attempts to attach, doubled after each failure.
-    drain_timeout_s: how long running requests may go on at SIGTERM, and by default in DrainWorker.
+    drain_timeout_s: how long running requests may go on in DrainWorker, where that says nothing itself.
+    drain_grace_s: how long this service serves on after SIGTERM, while there are requests; longer than
+    gateways do, so that a mesh which stops as a whole ends what it can.
     schedule_conservativeness: factor on the share of future output that admission keeps free.
     radix_attention_min_len: tokens; shorter prefixes are not kept. enable_priority_preemption: a waiting
     request may push out a running one whose priority is lower by priority_preemption_threshold.
@@ -113,6 +115,7 @@ class SchedulerConfig(ServiceConfig):
     reattach_backoff_s: PositiveFloat = 0.05
     reattach_backoff_max_s: PositiveFloat = 2.0
     drain_timeout_s: float = Field(default=30.0, ge=0.0)
+    drain_grace_s: float = Field(default=10.0, ge=0.0)
     identity_check_delay_s: float = Field(default=0.1, ge=0.0)
     forget_lost_after_s: PositiveFloat = 300.0
     traffic_file: Path | None = None

@@ -14,7 +14,7 @@ from itertools import repeat
 
 from chipmesh.device.v1alpha1 import sampling_pb2
 from chipmesh.scheduler.v1alpha1 import session_pb2
-from meshkit.errors import Cancelled, DeadlineExceeded, MeshError, Unavailable
+from meshkit.errors import Cancelled, DeadlineExceeded, MeshError
 from meshkit.telemetry.logging import get_logger
 from scheduler_svc.change_feed import ChangeFeed
 from scheduler_svc.core.batcher import Batcher
@@ -66,7 +66,6 @@ class Engine:
     def __init__(self, core: MeshCore, *, metrics: SchedulerMetrics, identity_check_delay_s: float) -> None:
         self.core = core
         self.changes = ChangeFeed()
-        self.draining = False
         self.violations: list[str] = []
         self.observers: list[RequestObserver] = []
         self.on_weights_set: Callable[[Mapping[str, float]], None] = _untold
@@ -115,8 +114,6 @@ class Engine:
     def _admit(
         self, sink: EventSink, number: int, message: session_pb2.SubmitRequest, trace: RequestTrace
     ) -> None:
-        if self.draining:
-            raise Unavailable("this scheduler is stopping and takes no new requests", reason="DRAINING")
         request = read_submission(RequestId(next(self._numbers)), message)
         self._check_vocabulary_of(request.model, request)
         live = LiveRequest(
@@ -206,11 +203,6 @@ class Engine:
         if live in self._live:
             live.ending = error
             self.cancel(live)
-
-    def fail_all(self, error: MeshError) -> None:
-        """End every live request with an error of ours."""
-        for live in list(self._live):
-            self.fail(live, error)
 
     def _expire(self, live: LiveRequest) -> None:
         waited_s = self._loop.time() - live.submitted_at

@@ -19,8 +19,10 @@ from google.protobuf.duration_pb2 import Duration
 from chipmesh.device.v1alpha1 import execution_pb2, plugin_pb2
 from chipmesh.device.v1alpha1.execution_pb2_grpc import ExecutionServiceStub
 from chipmesh.device.v1alpha1.plugin_pb2_grpc import PluginServiceStub
+from meshkit.config import TlsConfig
 from meshkit.errors import FailedPrecondition, from_rpc_error
 from meshkit.rpc.channel import open_channel
+from meshkit.rpc.policy import Role
 from meshkit.telemetry.logging import get_logger
 from scheduler_svc.core.structures import ReplicaId, StepPlan, StepResult
 from scheduler_svc.step_codec import MalformedResult, decode_result, encode_plan
@@ -60,6 +62,7 @@ class LinkSettings:
     attach_timeout_s: float
     deadline: StepDeadline
     max_message_bytes: int
+    tls: TlsConfig | None = None
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ class _StepInFlight:
 class ExecutorLink:
     """One epoch of one executor.
 
+    worker: whose executor it is; with `tls` the other side must have a certificate of that name.
     on_attached: called once the executor is ours; makes the replica known to the engine.
     on_closed: called once, in `close`, if `on_attached` was; takes the replica away from the engine. Its
         argument says whether the requests that ran may be at fault.
@@ -82,6 +86,7 @@ class ExecutorLink:
         self,
         replica: ReplicaId,
         *,
+        worker: str,
         target: str,
         instance_id: str,
         source: StepSource,
@@ -93,6 +98,7 @@ class ExecutorLink:
         self.epoch: int | None = None
         self.last_step_seq = 0
         self.close_reason: str | None = None
+        self._worker = worker
         self._target = target
         self._instance_id = instance_id
         self._source = source
@@ -139,7 +145,14 @@ class ExecutorLink:
         Raises:
             MeshError: the executor could not be attached.
         """
-        channel = open_channel(self._target, traced=False, max_message_bytes=self._settings.max_message_bytes)
+        channel = open_channel(
+            self._target,
+            traced=False,
+            max_message_bytes=self._settings.max_message_bytes,
+            tls=self._settings.tls,
+            role=Role.WORKER,
+            name=self._worker,
+        )
         async with channel:
             try:
                 epoch = await self._attach(channel)

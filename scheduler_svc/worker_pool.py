@@ -324,6 +324,7 @@ class WorkerPool:
 
         link = ExecutorLink(
             member.replica,
+            worker=member.worker,
             target=member.registration.executor_address,
             instance_id=member.registration.instance_id,
             source=self._engine,

@@ -3,17 +3,23 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-echo "test: 1/4 environment"
+echo "test: 1/5 environment"
 bash scripts/setup.sh || exit 1
-echo "test: 2/4 the small real model that some tests run on (about 85 MB, once)"
+echo "test: 2/5 the small real model that some tests run on (about 85 MB, once)"
 .venv/bin/chipmesh pull smollm2-135m || exit 1
-echo "test: 3/4 checks (lint, format, types, import law, generated code)"
+echo "test: 3/5 checks (lint, format, types, import law, generated code)"
 bash scripts/check.sh
 checks=$?
-echo "test: 4/4 tests, after ${SECONDS} s"
+echo "test: 4/5 tests, after ${SECONDS} s"
 # A file is one process's own: its meshes and its order. Processes are for two cores, as on CI.
 .venv/bin/python -m pytest -n 2 --dist loadfile --durations=5 "$@"
 tests=$?
+echo "test: 5/5 a mesh over several hosts, after ${SECONDS} s"
+if unshare --net true 2>/dev/null; then
+    bash scripts/test_hosts.sh || tests=1
+else
+    echo "test: SKIPPED: network namespaces stand for the hosts, and only root may make them"
+fi
 if [ "$checks" -ne 0 ]; then
     echo "test: the checks failed (see above, or run scripts/check.sh)" >&2
     exit 1

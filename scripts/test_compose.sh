@@ -6,6 +6,8 @@
 # The engine runs in network, process and mount namespaces of its own: it finds all ports free, touches neither the
 # machine's engine nor its firewall, and everything that it started ends with this script, however that ends.
 #
+# Where no engine can start (no root, no namespaces, no packages, no base image) it says so and exits with 77.
+#
 # CHIPMESH_COMPOSE_CACHE   folder that keeps the base image and the wheels for the next run; by default nothing is kept
 # CHIPMESH_DEBIAN_MIRROR   mirror for debootstrap, by default its own
 set -euo pipefail
@@ -21,9 +23,11 @@ NEEDED="dockerd=docker.io docker=docker.io docker-compose=docker-compose deboots
 
 say() { echo "compose: $*"; }
 
-fail() {
-    echo "compose: $*" >&2
-    exit 1
+SKIPPED=77
+
+skip() {
+    echo "compose: SKIPPED, no engine can start here: $*" >&2
+    exit $SKIPPED
 }
 
 # part NAME COMMAND...: runs it and says how long it took. No `||` here: under one, `set -e` would not hold in COMMAND.
@@ -39,7 +43,7 @@ part() {
 
 say_what_failed() {
     local status=$?
-    if [ $status -ne 0 ] && [ -n "${PART:-}" ]; then echo "compose: $PART FAILED ($status)" >&2; fi
+    if [ $status -ne 0 ] && [ $status -ne $SKIPPED ] && [ -n "${PART:-}" ]; then echo "compose: $PART FAILED ($status)" >&2; fi
 }
 
 # ---------------------------------------------------------------- outside: what needs the network
@@ -53,7 +57,7 @@ missing_packages() {
 
 # install_engine PACKAGE...
 install_engine() {
-    command -v apt-get >/dev/null || fail "lacking, and no apt-get to install it: $*"
+    command -v apt-get >/dev/null || skip "lacking, and no apt-get to install it: $*"
     # Installing must not start the packages' own dockerd.
     local policy=/usr/sbin/policy-rc.d ours=no status=0
     if [ ! -e "$policy" ]; then
@@ -67,7 +71,7 @@ install_engine() {
     if [ $ours = yes ]; then rm -f "$policy"; fi
     if [ $status -ne 0 ]; then
         tail -n 20 "$WORK/apt.log" >&2
-        return $status
+        skip "apt-get could not install $*"
     fi
 }
 
@@ -78,7 +82,7 @@ make_base() {
     debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates $SUITE "$WORK/rootfs" \
         ${CHIPMESH_DEBIAN_MIRROR:-} >"$WORK/debootstrap.log" 2>&1 || {
         tail -n 20 "$WORK/debootstrap.log" >&2
-        return 1
+        skip "debootstrap could not make the base image"
     }
     rm -rf "$WORK"/rootfs/var/cache/apt/archives/*.deb "$WORK"/rootfs/var/lib/apt/lists/* "$WORK"/rootfs/usr/share/doc
     tar -C "$WORK/rootfs" -cf "$CACHE/base.tar.part" .
@@ -189,7 +193,7 @@ start_engine() {
         sleep 0.2
     done
     tail -n 20 "$WORK/dockerd.log" >&2
-    return 1
+    skip "dockerd did not come up"
 }
 
 stop_engine() {
@@ -247,7 +251,8 @@ remove_work() {
 
 main() {
     local status=0
-    [ "$(id -u)" -eq 0 ] || fail "needs root: it starts a container engine of its own"
+    [ "$(id -u)" -eq 0 ] || skip "needs root"
+    unshare --mount --pid --net --fork true 2>/dev/null || skip "this machine lets nobody make namespaces"
     WORK="$(mktemp -d /tmp/chipmesh-compose.XXXXXX)"
     CGROUP="$(basename "$WORK")"
     CACHE="${CHIPMESH_COMPOSE_CACHE:-$WORK/cache}"

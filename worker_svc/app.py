@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chipmesh.scheduler.v1alpha1.registry_pb2 import RegisterRequest
+from meshkit.certificates.reading import check_own
 from meshkit.config import describe, load_config
 from meshkit.errors import FailedPrecondition, InvalidArgument, Unavailable
 from meshkit.http.observability import HealthReport, ObservabilityServer
 from meshkit.rpc.channel import open_channel
+from meshkit.rpc.exposure import check_exposure
+from meshkit.rpc.policy import Role
 from meshkit.rpc.server import RpcServer
+from meshkit.rpc.tls import service_credentials
 from meshkit.service import StopSignal, run_service, supervise, write_ready
 from meshkit.telemetry.logging import configure_logging, get_logger
 from meshkit.telemetry.loop_lag import LoopLag
@@ -36,19 +40,40 @@ class WorkerAddresses:
 
 
 class WorkerService:
-    """One worker: a supervisor and its executor. Must be made inside the event loop that it runs on."""
+    """One worker: a supervisor and its executor. Must be made inside the event loop that it runs on.
+
+    Raises:
+        InvalidArgument: it would speak in plain text beyond this host, or its certificate cannot be used.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self._channel = open_channel(config.scheduler_address, traced=False)
+        metrics = Metrics()
+        check_exposure(
+            config,
+            {
+                "listen": config.listen,
+                "executor.listen": config.executor.listen,
+                "scheduler_address": config.scheduler_address,
+            },
+            metrics=metrics,
+        )
+        self._channel = open_channel(
+            config.scheduler_address,
+            traced=False,
+            tls=config.tls,
+            role=Role.SCHEDULER,
+            name=config.tls.scheduler if config.tls else None,
+        )
         self._addresses = WorkerAddresses("", "")
         self.registrar = Registrar(self._channel, on_registered=self._tell_ready)
-        metrics = Metrics()
         self._metrics = WorkerMetrics(metrics, config)
         self._lag = LoopLag(metrics)
         self.supervisor = Supervisor(config, self.registrar, on_change=self._refresh)
         self.registrar.on_swap = self.supervisor.order_swap
-        self._rpc = RpcServer(listen=config.listen, reflection=config.reflection)
+        self._rpc = RpcServer(
+            listen=config.listen, reflection=config.reflection, credentials=service_credentials(config.tls)
+        )
         self._http = ObservabilityServer(config.http_listen, self._metrics.registry, self._health)
 
     def __repr__(self) -> str:
@@ -61,6 +86,8 @@ class WorkerService:
             MeshError: an address cannot be bound, or the executor did not start: nothing is left running.
         """
         try:
+            own = self._config
+            await asyncio.to_thread(check_own, own.tls, Role.WORKER, name=own.worker_id)
             address = await self._rpc.start()
             http_address = await self._http.start()
             await self.supervisor.start()

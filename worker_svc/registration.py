@@ -23,6 +23,7 @@ from meshkit.errors import (
     InvalidArgument,
     MeshError,
     NotFound,
+    PermissionDenied,
     Unimplemented,
     from_rpc_error,
 )
@@ -35,7 +36,7 @@ log = get_logger(__name__)
 
 ExecutorState = HeartbeatRequest.ExecutorState
 
-_LASTING = (InvalidArgument, FailedPrecondition, AlreadyExists, Unimplemented)
+_LASTING = (InvalidArgument, FailedPrecondition, AlreadyExists, Unimplemented, PermissionDenied)
 """Refusals: the same call would meet them again."""
 
 

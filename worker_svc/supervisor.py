@@ -20,6 +20,7 @@ from chipmesh.device.v1alpha1.plugin_pb2_grpc import PluginServiceStub
 from chipmesh.scheduler.v1alpha1.registry_pb2 import SwapOrder, SwapProgress
 from meshkit.errors import MeshError, ResourceExhausted, Unavailable
 from meshkit.rpc.channel import open_channel
+from meshkit.rpc.policy import Role
 from meshkit.telemetry.logging import get_logger
 from worker_svc.config import WorkerConfig
 from worker_svc.executor.settings import ExecutorSettings
@@ -244,7 +245,9 @@ class Supervisor:
         log.info(
             "executor started", pid=process.pid, address=process.address, instance_id=process.instance_id
         )
-        channel = open_channel(process.address, traced=False)
+        channel = open_channel(
+            process.address, traced=False, tls=config.tls, role=Role.WORKER, name=config.worker_id
+        )
         try:
             ready = await self._set_up(process, channel, config, beside or self._on_progress)
         except BaseException:
@@ -410,6 +413,8 @@ def _settings(config: WorkerConfig) -> ExecutorSettings:
             "chipmesh.group": config.group,
             "chipmesh.model": config.model,
         },
+        tls=config.tls,
+        worker=config.worker_id,
     )
 
 

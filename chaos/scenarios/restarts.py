@@ -24,7 +24,12 @@ gateway_dies = scenario(
     shape=Shape(gateways=2),
     full_runs=50,
 )
-rolling = scenario("R16", "Rolling SIGTERM of all workers, each started again", target=Target(), tokens=800)
+rolling = scenario(
+    "R16",
+    "SIGTERM of each worker in turn, or of the scheduler, each started again",
+    target=Target(),
+    tokens=800,
+)
 
 
 @scheduler_dies.variant("scheduler")
@@ -85,9 +90,20 @@ async def restart_workers(run: Run) -> None:
         await run.until_serving(*run.mesh.worker_names)
 
 
-async def _end(run: Run, worker: str) -> float:
+@rolling.variant("scheduler")
+async def restart_scheduler(run: Run) -> None:
+    """What it cannot end goes on at the next one, which new requests wait for, too."""
+    at = await run.strike(partial(_end, run, "scheduler"))
+    latecomer = run.clients.start(run.prompt(), tokens=run.tokens)
+    await run.mesh.start_service("scheduler")
+    await run.until_serving(*run.mesh.worker_names)
+    await latecomer.until_count(1)
+    run.measure("restart_ms", (time.monotonic() - at) * 1e3)
+
+
+async def _end(run: Run, name: str) -> float:
     at = time.monotonic()
-    code = await run.mesh.terminate(worker)
+    code = await run.mesh.terminate(name)
     run.measure("drain_ms", (time.monotonic() - at) * 1e3)
-    run.expect(code == 0, f"{worker} ended with {code} at SIGTERM")
+    run.expect(code == 0, f"{name} ended with {code} at SIGTERM")
     return at

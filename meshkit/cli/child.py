@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,22 @@ COMMON_READY_FIELDS = ("service", "pid", "address", "http_address")
 
 
 class Child:
-    """A service process and its files. kind is also the `chipmesh` command that runs it."""
+    """A service process and its files. kind is also the `chipmesh` command that runs it.
 
-    def __init__(self, name: str, kind: ServiceKind, *, config: Mapping[str, Any], state: StateDir) -> None:
+    within: words put before the command, of a program that takes its place (`nsenter ...`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: ServiceKind,
+        *,
+        config: Mapping[str, Any],
+        state: StateDir,
+        within: Sequence[str] = (),
+    ) -> None:
         self.name = name
+        self._within = within
         self.kind: ServiceKind = kind
         self.log = state.log_file(name)
         self._ready_file = state.ready_file(name)
@@ -37,7 +49,15 @@ class Child:
         self._tail = LogTail(self.log)
 
     def _spawn(self, config_file: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "meshkit.cli", self.kind, "--config", str(config_file)]
+        command = [
+            *self._within,
+            sys.executable,
+            "-m",
+            "meshkit.cli",
+            self.kind,
+            "--config",
+            str(config_file),
+        ]
         with self.log.open("wb") as log:
             # A session of its own: Ctrl-C in the terminal reaches the launcher, which stops all in order.
             return subprocess.Popen(

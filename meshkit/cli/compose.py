@@ -225,7 +225,7 @@ def scheduler_config(plan: MeshPlan, *, state: StateDir) -> dict[str, Any]:
     return {
         **_service_part(options, name="scheduler", state=state),
         "groups": [_scheduler_group(group) for group in plan.groups],
-        "drain_timeout_s": SCHEDULER_DRAIN_S,
+        "drain_grace_s": SCHEDULER_DRAIN_S,
         "enable_radix_cache": not options.disable_radix_cache,
         "enable_overlap": not options.disable_overlap_schedule,
         **_without_none(chosen),
@@ -253,6 +253,8 @@ def gateway_config(plan: MeshPlan, *, state: StateDir, scheduler_address: str) -
         "models": [_gateway_model(name, group) for name, group in models.items()],
         "cache_dir": str(options.cache_dir),
         "drain_grace_s": GATEWAY_DRAIN_S,
+        "api_keys_file": str(options.api_keys_file.absolute()) if options.api_keys_file else None,
+        "allow_anonymous": options.allow_anonymous,
     }
 
 

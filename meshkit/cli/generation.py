@@ -11,11 +11,11 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from chipmesh.inference.v1alpha1 import inference_pb2, inference_pb2_grpc
+from meshkit.cli.gateway_channel import key_metadata, open_gateway
 from meshkit.cli.gateway_tries import GatewayTries, read_gateways
 from meshkit.cli.terminal import one_line
 from meshkit.config import FrozenConfig
 from meshkit.errors import Internal, InvalidArgument, MeshError, Unavailable, from_rpc_error
-from meshkit.rpc.channel import open_channel
 
 UNREACHED = "UNAVAILABLE"
 
@@ -121,6 +121,7 @@ async def generate(
         has accepted, each once; from then on the request is sent again, with the tokens that came, whenever
         its gateway is lost, MOST_TRIES times at most. on_retry gets a sentence about it each time.
     timeout_s: until the answer must be whole, all tries together.
+    The key of CHIPMESH_API_KEY goes with it; see gateway_channel.
 
     Raises:
         MeshError: what the last gateway answered, or Unavailable where none is there.
@@ -146,10 +147,10 @@ async def _follow(
     timeout_s: float | None,
     on_text: Callable[[str], None],
 ) -> None:
-    async with open_channel(address) as channel:
+    async with open_gateway(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with translated_errors(address, service="gateway"):
-            async for response in stub.Generate(request, timeout=timeout_s):
+            async for response in stub.Generate(request, timeout=timeout_s, metadata=key_metadata()):
                 piece = collected.take(response.event)
                 if piece:
                     on_text(piece)

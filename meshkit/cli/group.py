@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from rich.console import Console
 
 from chipmesh.scheduler.v1alpha1 import admin_pb2, admin_pb2_grpc
-from meshkit.cli.generation import translated_errors
 from meshkit.cli.mesh_status import STATUS_TIMEOUT_S
+from meshkit.cli.scheduler_channel import open_scheduler
 from meshkit.cli.state import require_endpoint, state_dir_from_environment
 from meshkit.cli.terminal import print_json
 from meshkit.errors import InvalidArgument
-from meshkit.rpc.channel import open_channel
 
 
 def set_group(
@@ -23,8 +23,10 @@ def set_group(
     schedule_policy: str | None,
     endpoint: str | None,
     as_json: bool,
+    tls: Path | None = None,
 ) -> None:
     """Change what is given, leave the rest, and print what holds for each replica then. 0: no ceiling.
+    tls: as for `open_scheduler`.
 
     Raises:
         InvalidArgument: nothing is given, or what the scheduler refuses.
@@ -42,7 +44,7 @@ def set_group(
             field="--schedule-policy",
         )
     address = require_endpoint(state_dir_from_environment(), kind="scheduler", given=endpoint)
-    replicas = asyncio.run(_change(address, request))
+    replicas = asyncio.run(_change(address, request, tls))
     effective = [
         {
             "worker": replica.worker,
@@ -61,12 +63,13 @@ def set_group(
         )
 
 
-async def _change(address: str, request: admin_pb2.SetGroupRequest) -> list[admin_pb2.ReplicaStatus]:
+async def _change(
+    address: str, request: admin_pb2.SetGroupRequest, tls: Path | None
+) -> list[admin_pb2.ReplicaStatus]:
     """The group's attached replicas after the change."""
-    async with open_channel(address) as channel:
+    async with open_scheduler(address, tls=tls) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
-        with translated_errors(address, service="scheduler"):
-            await stub.SetGroup(request, timeout=STATUS_TIMEOUT_S)
-            response = await stub.GetMesh(admin_pb2.GetMeshRequest(), timeout=STATUS_TIMEOUT_S)
+        await stub.SetGroup(request, timeout=STATUS_TIMEOUT_S)
+        response = await stub.GetMesh(admin_pb2.GetMeshRequest(), timeout=STATUS_TIMEOUT_S)
     (group,) = (each for each in response.mesh.groups if each.name == request.group)
     return [replica for replica in group.replicas if replica.max_running_requests]

@@ -3,44 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from chipmesh.scheduler.v1alpha1 import admin_pb2, admin_pb2_grpc
-from meshkit.cli.generation import translated_errors
+from meshkit.cli.scheduler_channel import open_scheduler
 from meshkit.cli.state import require_endpoint, state_dir_from_environment
 from meshkit.cli.terminal import print_json
-from meshkit.rpc.channel import open_channel
 
 STATUS_TIMEOUT_S = 5.0
 TABLE_WIDTH = 110
 COUNTS = ("run", "wait", "free", "cached", "held", "pages")
 
 
-async def fetch_mesh(endpoint: str) -> admin_pb2.Mesh:
-    """Asks the scheduler at `endpoint`.
+async def fetch_mesh(endpoint: str, *, tls: Path | None = None) -> admin_pb2.Mesh:
+    """Asks the scheduler at `endpoint`. tls: as for `open_scheduler`.
 
     Raises:
         MeshError: Unavailable where none answers, DeadlineExceeded after STATUS_TIMEOUT_S seconds.
     """
-    async with open_channel(endpoint) as channel:
+    async with open_scheduler(endpoint, tls=tls) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
-        with translated_errors(endpoint, service="scheduler"):
-            response = await stub.GetMesh(admin_pb2.GetMeshRequest(), timeout=STATUS_TIMEOUT_S)
+        response = await stub.GetMesh(admin_pb2.GetMeshRequest(), timeout=STATUS_TIMEOUT_S)
     mesh: admin_pb2.Mesh = response.mesh
     return mesh
 
 
-def show_status(*, endpoint: str | None, as_json: bool) -> None:
+def show_status(*, endpoint: str | None, as_json: bool, tls: Path | None = None) -> None:
     """Prints the status of the mesh whose scheduler is at `endpoint`, by default of `up`'s.
 
     Raises:
         MeshError: no mesh is up, or its scheduler does not answer.
     """
     address = require_endpoint(state_dir_from_environment(), kind="scheduler", given=endpoint)
-    status = describe_status(asyncio.run(fetch_mesh(address)), endpoint=address)
+    status = describe_status(asyncio.run(fetch_mesh(address, tls=tls)), endpoint=address)
     if as_json:
         print_json(status)
     else:

@@ -84,6 +84,8 @@ class MeshOptions(FrozenConfig):
     host: str = "127.0.0.1"
     port: int = 0
     http_port: int = 0
+    api_keys_file: Path | None = None
+    allow_anonymous: bool = False
     otlp_endpoint: str | None = None
     strict: bool = False
     executor_python: str | None = None

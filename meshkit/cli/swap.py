@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
 from chipmesh.scheduler.v1alpha1 import admin_pb2, admin_pb2_grpc
 from meshkit.cli.backend_options import read_backend_options
-from meshkit.cli.generation import translated_errors
+from meshkit.cli.scheduler_channel import open_scheduler
 from meshkit.cli.state import require_endpoint, state_dir_from_environment
 from meshkit.cli.terminal import print_json
 from meshkit.errors import Unavailable
-from meshkit.rpc.channel import open_channel
 
 Show = Callable[[admin_pb2.SwapChipResponse], None]
 
@@ -30,8 +30,10 @@ def swap_chip(
     never_pause: bool,
     endpoint: str | None,
     as_json: bool,
+    tls: Path | None = None,
 ) -> None:
     """Swap, show the stages as they come, and say how long it took. backend: "" for the present one.
+    tls: as for `open_scheduler`.
 
     Raises:
         MeshError: the worker is not there, or the new executor did not start: the old one serves on, or is
@@ -53,7 +55,7 @@ def swap_chip(
         def show(progress: admin_pb2.SwapChipResponse) -> None:
             bars.update(bar, description=f"{worker}: {progress.stage}", completed=progress.fraction)
 
-        stages = asyncio.run(_swap(address, request, show))
+        stages = asyncio.run(_swap(address, request, show, tls))
     seconds = round(time.monotonic() - begun, 3)
     if as_json:
         print_json({"worker": worker, "backend": backend, "stages": stages, "seconds": seconds})
@@ -61,18 +63,16 @@ def swap_chip(
         print(f"{worker} runs on {backend or 'the same chip, loaded anew'} now ({seconds:.1f} s)")
 
 
-async def _swap(address: str, request: admin_pb2.SwapChipRequest, show: Show) -> list[str]:
+async def _swap(address: str, request: admin_pb2.SwapChipRequest, show: Show, tls: Path | None) -> list[str]:
     """The stages that came, in order, each once."""
     stages: list[str] = []
     last = ""
-    async with open_channel(address) as channel:
-        stub = admin_pb2_grpc.AdminServiceStub(channel)
-        with translated_errors(address, service="scheduler"):
-            async for progress in stub.SwapChip(request):
-                show(progress)
-                last = progress.stage
-                if last not in stages:
-                    stages.append(last)
+    async with open_scheduler(address, tls=tls) as channel:
+        async for progress in admin_pb2_grpc.AdminServiceStub(channel).SwapChip(request):
+            show(progress)
+            last = progress.stage
+            if last not in stages:
+                stages.append(last)
     if last != "done":
         raise Unavailable(
             f"the scheduler ended the swap after stage {last or 'none'!r}; see `chipmesh status`"

@@ -5,33 +5,35 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from chipmesh.scheduler.v1alpha1 import admin_pb2, admin_pb2_grpc
-from meshkit.cli.generation import translated_errors
 from meshkit.cli.mesh_status import STATUS_TIMEOUT_S, fetch_mesh
+from meshkit.cli.scheduler_channel import open_scheduler
 from meshkit.cli.state import require_endpoint, state_dir_from_environment
 from meshkit.cli.terminal import print_json
 from meshkit.errors import InvalidArgument
-from meshkit.rpc.channel import open_channel
 
 _BAR_CELLS = 30
 
 
-def show_traffic(*, endpoint: str | None, as_json: bool) -> None:
-    """Print each group's weight and share.
+def show_traffic(*, endpoint: str | None, as_json: bool, tls: Path | None = None) -> None:
+    """Print each group's weight and share. tls: as for `open_scheduler`.
 
     Raises:
         MeshError: no mesh is up, or its scheduler does not answer.
     """
     address = require_endpoint(state_dir_from_environment(), kind="scheduler", given=endpoint)
-    _print(describe_traffic(asyncio.run(fetch_mesh(address))), as_json=as_json)
+    _print(describe_traffic(asyncio.run(fetch_mesh(address, tls=tls))), as_json=as_json)
 
 
-def set_traffic(words: Sequence[str], *, model: str, endpoint: str | None, as_json: bool) -> None:
+def set_traffic(
+    words: Sequence[str], *, model: str, endpoint: str | None, as_json: bool, tls: Path | None = None
+) -> None:
     """Set the weights of a model's groups, those left out to 0, and print what holds then.
 
     Raises:
@@ -40,10 +42,18 @@ def set_traffic(words: Sequence[str], *, model: str, endpoint: str | None, as_js
     """
     weights = read_weights(words)
     address = require_endpoint(state_dir_from_environment(), kind="scheduler", given=endpoint)
-    _print(describe_traffic(asyncio.run(_change(address, model, weights))), as_json=as_json)
+    _print(describe_traffic(asyncio.run(_change(address, model, weights, tls))), as_json=as_json)
 
 
-def set_shadow(*, source: str, shadow: str, share: float, endpoint: str | None, as_json: bool) -> None:
+def set_shadow(
+    *,
+    source: str,
+    shadow: str,
+    share: float,
+    endpoint: str | None,
+    as_json: bool,
+    tls: Path | None = None,
+) -> None:
     """Mirror a share of a group's requests to another group, 0 to end it, and print what holds then.
 
     Raises:
@@ -51,7 +61,7 @@ def set_shadow(*, source: str, shadow: str, share: float, endpoint: str | None, 
     """
     address = require_endpoint(state_dir_from_environment(), kind="scheduler", given=endpoint)
     request = admin_pb2.SetShadowRequest(source_group=source, shadow_group=shadow, share=share)
-    _print(describe_traffic(asyncio.run(_mirror(address, request))), as_json=as_json)
+    _print(describe_traffic(asyncio.run(_mirror(address, request, tls))), as_json=as_json)
 
 
 def read_weights(words: Sequence[str]) -> dict[str, float]:
@@ -111,21 +121,17 @@ def describe_shadow(shadow: admin_pb2.ShadowStatus) -> dict[str, Any]:
     }
 
 
-async def _mirror(address: str, request: admin_pb2.SetShadowRequest) -> admin_pb2.Mesh:
-    async with open_channel(address) as channel:
-        stub = admin_pb2_grpc.AdminServiceStub(channel)
-        with translated_errors(address, service="scheduler"):
-            await stub.SetShadow(request, timeout=STATUS_TIMEOUT_S)
-    return await fetch_mesh(address)
+async def _mirror(address: str, request: admin_pb2.SetShadowRequest, tls: Path | None) -> admin_pb2.Mesh:
+    async with open_scheduler(address, tls=tls) as channel:
+        await admin_pb2_grpc.AdminServiceStub(channel).SetShadow(request, timeout=STATUS_TIMEOUT_S)
+    return await fetch_mesh(address, tls=tls)
 
 
-async def _change(address: str, model: str, weights: dict[str, float]) -> admin_pb2.Mesh:
-    async with open_channel(address) as channel:
-        stub = admin_pb2_grpc.AdminServiceStub(channel)
-        request = admin_pb2.SetTrafficRequest(model=model, weights=weights)
-        with translated_errors(address, service="scheduler"):
-            await stub.SetTraffic(request, timeout=STATUS_TIMEOUT_S)
-    return await fetch_mesh(address)
+async def _change(address: str, model: str, weights: dict[str, float], tls: Path | None) -> admin_pb2.Mesh:
+    request = admin_pb2.SetTrafficRequest(model=model, weights=weights)
+    async with open_scheduler(address, tls=tls) as channel:
+        await admin_pb2_grpc.AdminServiceStub(channel).SetTraffic(request, timeout=STATUS_TIMEOUT_S)
+    return await fetch_mesh(address, tls=tls)
 
 
 def _print(traffic: dict[str, Any], *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""`/health`, `/metrics` and a service's further routes over HTTP, in the service's own event loop."""
+"""`/live`, `/health`, `/metrics` and further routes of a service over HTTP, in its own event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ObservabilityServer:
 
     listen: "HOST:PORT" (port 0 picks a free one) or "unix:PATH".
     health: called at each `/health`; must not block.
-    routes: further Starlette routes, tried after `/health` and `/metrics`.
+    routes: further Starlette routes, tried after ours.
     stop_grace_s: seconds that running responses get at `stop`.
 
     Raises:
@@ -56,7 +56,12 @@ class ObservabilityServer:
         self._registry = registry
         self._health = health
         app = Starlette(
-            routes=[Route("/health", self._get_health), Route("/metrics", self._get_metrics), *routes]
+            routes=[
+                Route("/live", _get_live),
+                Route("/health", self._get_health),
+                Route("/metrics", self._get_metrics),
+                *routes,
+            ]
         )
         config = uvicorn.Config(
             app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
@@ -116,6 +121,11 @@ class ObservabilityServer:
 
     async def _get_metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE)
+
+
+async def _get_live(_: Request) -> Response:
+    """That it answers says all: the process is there, and nothing holds its event loop."""
+    return Response(status_code=200)
 
 
 class _EmbeddedServer(uvicorn.Server):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
@@ -15,6 +16,8 @@ from meshkit.address import TcpAddress, UnixAddress, parse_listen
 from meshkit.errors import FailedPrecondition
 from meshkit.rpc.interceptors import ErrorMappingInterceptor, ServerTracingInterceptor
 from meshkit.rpc.keepalive import DEFAULT_MAX_MESSAGE_BYTES, server_options
+from meshkit.rpc.peers import PolicyInterceptor
+from meshkit.rpc.policy import Access
 from meshkit.telemetry.logging import get_logger
 
 log = get_logger(__name__)
@@ -30,8 +33,10 @@ class RpcServer:
     listen: "HOST:PORT" (port 0 picks a free one) or "unix:PATH".
     reflection: offer server reflection for the services added.
     max_message_bytes: largest message in either direction.
-    interceptors: run inside the standard ones, which trace calls and map errors.
+    interceptors: run inside the standard ones, which trace calls, map errors and ask the policy.
     untraced_methods: full method names ("/package.Service/Method") that get no span.
+    credentials: of meshkit.rpc.tls; None: plain text.
+    access: who may call. By default each peer as its certificate says; without credentials all are local.
 
     Raises:
         InvalidArgument: `listen` has no known form.
@@ -45,15 +50,19 @@ class RpcServer:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         untraced_methods: Collection[str] = (),
+        credentials: grpc.ServerCredentials | None = None,
+        access: Access | None = None,
     ) -> None:
         self._listen = parse_listen(listen)
         self._reflection = reflection
+        self._credentials = credentials
         self._service_names: list[str] = []
         self._health = HealthServicer()
         self._server = grpc.aio.server(
             interceptors=[
                 ServerTracingInterceptor(excluded=untraced_methods),
                 ErrorMappingInterceptor(),
+                PolicyInterceptor(access or Access(), by_certificate=credentials is not None),
                 *interceptors,
             ],
             options=server_options(max_message_bytes),
@@ -94,7 +103,10 @@ class RpcServer:
         if isinstance(self._listen, UnixAddress) and await _answers(self._listen):
             raise self._in_use()
         try:
-            port = self._server.add_insecure_port(str(self._listen))
+            if self._credentials is None:
+                port = self._server.add_insecure_port(str(self._listen))
+            else:
+                port = self._server.add_secure_port(str(self._listen), self._credentials)
         except RuntimeError as error:
             raise self._in_use() from error
         if isinstance(self._listen, TcpAddress):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 PREFIX = "chipmesh_"
+RELEASE = version("chipmesh")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # Seconds. From a step on a fast chip to a request that waited for a model to load.
@@ -55,13 +57,16 @@ KNOWN = {
 
 
 class Metrics:
-    """The metrics of one service. Names are given without prefix; a known name brings its own help text.
+    """The metrics of one service; `build_info` says its release. Names are given without prefix; a known name
+    brings its own help text.
 
     Declaring a name twice gives a ValueError from prometheus_client.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
+        build = self.gauge("build_info", "1; the release that runs is its label", labels=("version",))
+        build.labels(version=RELEASE).set(1)
 
     def counter(self, name: str, help_text: str | None = None, *, labels: Sequence[str] = ()) -> Counter:
         """A counter; `name` ends with `_total`."""

@@ -7,7 +7,9 @@ from google.protobuf.duration_pb2 import Duration
 from chipmesh.scheduler.v1alpha1 import registry_pb2
 from chipmesh.scheduler.v1alpha1.registry_pb2_grpc import WorkerRegistryServiceServicer
 from meshkit.errors import FailedPrecondition, InvalidArgument
+from meshkit.rpc.exposure import require_protection
 from meshkit.rpc.handlers import Context
+from meshkit.rpc.peers import current_peer
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.worker_pool import ExecutorState, WorkerPool
 
@@ -26,7 +28,9 @@ class RegistryServicer(WorkerRegistryServiceServicer):
     async def Register(
         self, request: registry_pb2.RegisterRequest, context: Context
     ) -> registry_pb2.RegisterResponse:
+        _check_speaker(request.worker_id)
         check_registration(request)
+        require_protection(self._config, request.executor_address, field="executor_address")
         member = self._pool.register(request, peer_host=context.peer().rpartition(":")[0])
         return registry_pb2.RegisterResponse(
             lease_id=member.lease_id,
@@ -38,6 +42,7 @@ class RegistryServicer(WorkerRegistryServiceServicer):
     async def Heartbeat(
         self, request: registry_pb2.HeartbeatRequest, context: Context
     ) -> registry_pb2.HeartbeatResponse:
+        _check_speaker(request.worker_id)
         if request.executor_state == ExecutorState.EXECUTOR_STATE_UNSPECIFIED:
             raise InvalidArgument("executor_state is unspecified; say what it is", field="executor_state")
         self._pool.heartbeat(request)
@@ -46,8 +51,14 @@ class RegistryServicer(WorkerRegistryServiceServicer):
     async def Deregister(
         self, request: registry_pb2.DeregisterRequest, context: Context
     ) -> registry_pb2.DeregisterResponse:
+        _check_speaker(request.worker_id)
         self._pool.deregister(worker=request.worker_id, lease_id=request.lease_id)
         return registry_pb2.DeregisterResponse()
+
+
+def _check_speaker(worker_id: str) -> None:
+    """Raises PermissionDenied where the caller's certificate is that of another worker."""
+    current_peer().require_name(worker_id, field="worker_id")
 
 
 def check_registration(request: registry_pb2.RegisterRequest) -> None:

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 
 from chipmesh.scheduler.v1alpha1 import session_pb2
 from chipmesh.scheduler.v1alpha1.session_pb2_grpc import SessionServiceServicer
-from meshkit.errors import Aborted, InvalidArgument
+from meshkit.errors import Aborted, InvalidArgument, Unavailable
 from meshkit.rpc.handlers import Context
+from meshkit.rpc.peers import current_peer
 from meshkit.telemetry.logging import get_logger
 from scheduler_svc.engine import Engine
 from scheduler_svc.session import Session
@@ -31,6 +32,7 @@ class SessionServicer(SessionServiceServicer):
         self._sessions: dict[str, Session] = {}
         self._none = asyncio.Event()
         self._none.set()
+        self._closed = False
 
     @property
     def gateway_count(self) -> int:
@@ -40,8 +42,9 @@ class SessionServicer(SessionServiceServicer):
     async def close_all(self, *, timeout_s: float) -> None:
         """End every session, after its waiting events were sent; return when all have ended.
 
-        A gateway that does not read holds us for `timeout_s` seconds at most.
+        No new one is taken. A gateway that does not read holds us for `timeout_s` seconds at most.
         """
+        self._closed = True
         for session in self._sessions.values():
             session.close()
         try:
@@ -57,8 +60,11 @@ class SessionServicer(SessionServiceServicer):
         Raises:
             InvalidArgument: the first message has no hello, or no gateway id.
             Aborted: the same gateway opened a newer session.
+            Unavailable: this scheduler stops.
+            PermissionDenied: the id is not one of the gateway that the certificate names.
         """
         first = await anext(aiter(request_iterator), None)
+        _check_speaker(first)
         session = self._open(first)
         try:
             welcome = session_pb2.SessionWelcome(scheduler_id=self._scheduler_id)
@@ -76,6 +82,8 @@ class SessionServicer(SessionServiceServicer):
             raise InvalidArgument(
                 "the first message of a session must carry hello with a gateway_id", field="hello.gateway_id"
             )
+        if self._closed:
+            raise Unavailable("this scheduler stops; the next one takes the session", reason="STOPPING")
         gateway_id = first.hello.gateway_id
         older = self._sessions.pop(gateway_id, None)
         if older is not None:
@@ -140,6 +148,12 @@ class SessionServicer(SessionServiceServicer):
             log.error("request number used twice, ignored", gateway=session.gateway_id, number=number)
             return
         self._engine.submit(session, number, message)
+
+
+def _check_speaker(first: session_pb2.OpenSessionRequest | None) -> None:
+    """A gateway NAME has ids of the form NAME/...: by another's id it would end that one's session."""
+    gateway_id = first.hello.gateway_id if first is not None else ""
+    current_peer().require_name(gateway_id.partition("/")[0], field="hello.gateway_id")
 
 
 async def _report(session: Session, interval_s: float) -> None:

@@ -93,16 +93,29 @@ class ComposeMesh:
         assert isinstance(document, dict)
         return document
 
+    def doctor(self) -> dict[str, Any]:
+        """`chipmesh doctor --json`, beside the scheduler; it exits with 1 where it finds a fault."""
+        command = [
+            "docker", "exec", str(self.inspect("scheduler")["Id"]), "chipmesh", "doctor", "--json",
+            "--gateway", "gateway:50051", "--config", "/etc/chipmesh",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode in (0, 1), done.stdout + done.stderr
+        document = json.loads(done.stdout)
+        assert isinstance(document, dict)
+        assert (document["status"] == "fault") == (done.returncode == 1)
+        return document
+
     def replica(self, worker: str) -> dict[str, Any] | None:
         """What the scheduler says of a worker; None where it has none of that id."""
         replicas = [replica for group in self.status()["groups"] for replica in group["replicas"]]
         return next((replica for replica in replicas if replica["worker"] == worker), None)
 
+    def is_serving(self, worker: str) -> bool:
+        """Whether the scheduler has it ready."""
+        replica = self.replica(worker)
+        return replica is not None and replica["state"] == "ready"
+
     def wait_until_serving(self, *workers: str, timeout_s: float = 60.0) -> float:
         """Seconds until the scheduler has each of them ready."""
-
-        def is_so() -> bool:
-            found = [self.replica(worker) for worker in workers]
-            return all(replica is not None and replica["state"] == "ready" for replica in found)
-
-        return wait_until(is_so, what=self.status, timeout_s=timeout_s)
+        return wait_until(lambda: all(map(self.is_serving, workers)), what=self.status, timeout_s=timeout_s)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from tests.compose.engine import EMULATED, GATEWAY_ADDRESS, SERVICES, ComposeMesh, docker
+from tests.compose.engine import EMULATED, GATEWAY_ADDRESS, SERVICES, ComposeMesh, docker, wait_until
 from tests.compose.streams import STREAMS, Streams
 from tests.support.golden import load_golden
 from tests.support.mesh import MeshClient, token_request
@@ -19,6 +21,7 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(300)]
 
 PAUSE_S = 3.0
 """Several times a lease."""
+WARNED_OF = {"contention", "loop-lag", "limits.open-files", "limits.swap", "exposure", "emulation"}
 Streaming = Callable[[], Streams]
 
 
@@ -43,6 +46,28 @@ def test_only_the_gateway_is_published_and_only_on_loopback(mesh: ComposeMesh) -
     assert network["Internal"], "the services' own network has a way out"
 
 
+def test_the_doctor_finds_no_fault_in_a_mesh_that_is_up_and_names_a_paused_worker(mesh: ComposeMesh) -> None:
+    mesh.wait_until_serving("worker-a", "worker-b")
+    healthy = mesh.doctor()
+    assert faults_in(healthy) == {}
+    # Who loads the machine beside the mesh is not the mesh's.
+    assert {each["id"] for each in healthy["checks"] if each["status"] == "warning"} <= WARNED_OF
+    mesh.compose("pause", "worker-b")
+    try:
+        wait_until(lambda: not mesh.is_serving("worker-b"), what=mesh.status, timeout_s=20)
+        assert any("worker-b" in text for text in faults_in(mesh.doctor()).values())
+    finally:
+        mesh.compose("unpause", "worker-b")
+    mesh.wait_until_serving("worker-a", "worker-b")
+
+
+def faults_in(report: dict[str, Any]) -> dict[str, str]:
+    """What a doctor's report calls a fault, by check."""
+    return {
+        each["id"]: json.dumps(each["findings"]) for each in report["checks"] if each["status"] == "fault"
+    }
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_container_is_confined(mesh: ComposeMesh, service: str) -> None:
     found = mesh.inspect(service)
@@ -61,6 +86,50 @@ def test_a_container_is_confined(mesh: ComposeMesh, service: str) -> None:
     assert facts["Uid"].split() == ["10001"] * 4
     assert facts["NoNewPrivs"] == "1"
     assert int(facts["CapEff"], 16) == 0
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_has_its_own_certificate_only_and_cannot_change_it(mesh: ComposeMesh, service: str) -> None:
+    found = mesh.inspect(service)
+    listed = docker("exec", found["Id"], "find", "/etc/chipmesh/tls", "-type", "f", "-printf", "%f %m %U\\n")
+    assert sorted(listed.split("\n")[:-1]) == [
+        "authority.pem 644 10001", "certificate.pem 644 10001", "key.pem 600 10001",
+    ]  # fmt: skip
+    (mount,) = (each for each in found["Mounts"] if each["Destination"] == "/etc/chipmesh/tls")
+    assert not mount["RW"]
+    assert mount["Name"] == f"chipmesh_certificates-{service}"
+    keys = [docker("exec", mesh.inspect(name)["Id"], "cat", "/etc/chipmesh/tls/key.pem") for name in SERVICES]
+    assert len(set(keys)) == len(SERVICES)
+
+
+def test_only_an_operator_and_the_scheduler_itself_may_ask_the_scheduler(mesh: ComposeMesh) -> None:
+    ask = ("chipmesh", "status", "--endpoint", "scheduler:50061", "--json")
+    worker = mesh.inspect("worker-a")["Id"]
+    for environment in ((), ("--env", "CHIPMESH_TLS=/etc/chipmesh/tls")):
+        command = ["docker", "exec", *environment, worker, *ask]
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert refused.returncode == 1, refused.stdout
+    answer = json.loads(mesh.compose("run", "--rm", "operator", *ask[1:]))
+    assert answer["scheduler"]["gateways"] == 1
+
+
+def test_certificates_change_under_streams_and_a_new_worker_is_let_in(
+    mesh: ComposeMesh, streaming: Streaming
+) -> None:
+    read_serial = ("run", "--rm", "certificates", "certs", "show", "/certificates", "--json")
+    before = json.loads(mesh.compose(*read_serial))["certificates"]
+    kept = {name: mesh.identity(name) for name in ("gateway", "scheduler", "worker-b")}
+    with streaming() as streams:
+        streams.wait_for_more(1)
+        mesh.compose("run", "--rm", "certificates", "certs", "rotate", "/certificates", "--authority")
+        mesh.compose("restart", "worker-a")
+        mesh.wait_until_serving("worker-a", "worker-b")
+        streams.wait_for_more()
+    after = json.loads(mesh.compose(*read_serial))["certificates"]
+    assert not {each["serial"] for each in after if "former" not in each["folder"]} & {
+        each["serial"] for each in before
+    }
+    assert {name: mesh.identity(name) for name in kept} == kept
 
 
 @pytest.mark.parametrize("service", ["gateway", "scheduler"])

@@ -10,7 +10,9 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from gateway.config import GatewayConfig
-from meshkit.config import ServiceConfig, load_config
+from meshkit.certificates.folder import folder_name
+from meshkit.config import FrozenConfig, ServiceConfig, TlsConfig, load_config
+from meshkit.rpc.policy import Peer, Role
 from scheduler_svc.config import SchedulerConfig
 from worker_svc.config import WorkerConfig
 
@@ -21,8 +23,22 @@ MODELS: dict[str, type[ServiceConfig]] = {
     "worker-a": WorkerConfig,
     "worker-b": WorkerConfig,
 }
+ROLES = {
+    "gateway": Peer(Role.GATEWAY, "gateway"),
+    "scheduler": Peer(Role.SCHEDULER, "scheduler"),
+    "worker-a": Peer(Role.WORKER, "worker-a"),
+    "worker-b": Peer(Role.WORKER, "worker-b"),
+    "operator": Peer(Role.OPERATOR, "admin"),
+}
+ONE_SHOT = {"model", "certificates"}
 OVERLAYS = sorted(path.name for path in DEPLOY.glob("compose.*.yaml"))
 CONFIG = "${CHIPMESH_CONFIG:-./config/compose}/"
+
+
+class ServiceTls(FrozenConfig):
+    """What tls.json holds."""
+
+    tls: TlsConfig
 
 
 def read(name: str) -> dict[str, Any]:
@@ -97,7 +113,36 @@ def test_compose_files_satisfy_the_old_and_the_new_compose(name: str) -> None:
 def test_recreating_a_worker_can_touch_no_other_service_that_runs() -> None:
     services = read("compose.yaml")["services"]
     needed = {name: set(described.get("depends_on", {})) for name, described in services.items()}
-    assert all(names <= {"model"} for names in needed.values()), needed
+    assert all(names <= ONE_SHOT for names in needed.values()), needed
+    assert all(services[name]["restart"] == "no" for name in ONE_SHOT)
+
+
+def test_each_service_speaks_by_a_certificate_of_its_own_and_sees_no_other_ones_key() -> None:
+    document = read("compose.yaml")
+    services = document["services"]
+    made = dict(volume.split(":") for volume in services["certificates"]["volumes"])
+    for service, role in ROLES.items():
+        volumes = [volume for volume in services[service]["volumes"] if volume.startswith("certificates")]
+        (mounted,) = volumes
+        volume, folder, mode = mounted.split(":")
+        assert (folder, mode) == ("/etc/chipmesh/tls", "ro")
+        assert made[volume] == f"/certificates/{folder_name(role)}"
+        assert sum(mounted in each.get("volumes", []) for each in services.values()) == 1
+    assert made.keys() == {name for name in document["volumes"] if name.startswith("certificates")}
+    for files in configurations("compose.yaml").values():
+        config = load_config(ServiceTls, files["05-tls.json"])
+        assert config.tls.certificate == Path("/etc/chipmesh/tls/certificate.pem")
+        assert config.tls.scheduler == ROLES["scheduler"].name
+
+
+def test_the_one_shot_step_makes_a_certificate_of_each_service_and_of_an_operator() -> None:
+    words = read("compose.yaml")["services"]["certificates"]["command"].split()
+    assert words[:3] == ["certs", "create", "/certificates"]
+    named = {(role.removeprefix("--"), name) for role, name in zip(words[3::2], words[4::2], strict=True)}
+    assert named == {(peer.role.value, peer.name) for peer in ROLES.values()}
+    dockerfile = (DEPLOY / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    for peer in ROLES.values():
+        assert folder_name(peer) in dockerfile, "an empty volume must take over the owner of this folder"
 
 
 def test_the_example_of_an_environment_names_what_the_compose_files_read_and_nothing_else() -> None:

@@ -22,7 +22,9 @@ from chipmesh.device.v1alpha1.operator_pb2_grpc import add_OperatorServiceServic
 from chipmesh.device.v1alpha1.plugin_pb2_grpc import add_PluginServiceServicer_to_server
 from meshkit.config import parse_config
 from meshkit.errors import FailedPrecondition, Internal, InvalidArgument, MeshError
+from meshkit.rpc.policy import Access, Role
 from meshkit.rpc.server import RpcServer
+from meshkit.rpc.tls import service_credentials
 from meshkit.service import spare_the_collector
 from meshkit.telemetry.logging import configure_logging, get_logger
 from meshkit.telemetry.tracing import configure_tracing
@@ -66,7 +68,11 @@ class Executor:
         )
         self._device = DeviceThread()
         self._server = RpcServer(
-            listen=settings.listen, reflection=settings.reflection, untraced_methods=(EXECUTE_STEPS, PROBE)
+            listen=settings.listen,
+            reflection=settings.reflection,
+            untraced_methods=(EXECUTE_STEPS, PROBE),
+            credentials=service_credentials(settings.tls),
+            access=_access(settings),
         )
         self._engine: StepEngine | None = None
 
@@ -139,6 +145,14 @@ class Executor:
 
     def _add(self, adder: Callable[..., None], servicer: object, name: str) -> None:
         self._server.add(adder, servicer, f"{_PACKAGE}.{name}")
+
+
+def _access(settings: ExecutorSettings) -> Access:
+    """Of all workers only the executor's own commands it; of all schedulers the one that `tls` names."""
+    names = {Role.WORKER: settings.worker}
+    if settings.tls is not None and settings.tls.scheduler is not None:
+        names[Role.SCHEDULER] = settings.tls.scheduler
+    return Access(names=names)
 
 
 def run_executor(pipe: ParentPipe) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from meshkit.config import FrozenConfig, LogLevel, TracingConfig
+from meshkit.config import FrozenConfig, LogLevel, TlsConfig, TracingConfig
 
 
 class ExecutorSettings(FrozenConfig):
@@ -15,6 +15,8 @@ class ExecutorSettings(FrozenConfig):
     instance_id: new for every process. listen: "HOST:PORT" or "unix:PATH".
     hung_after_s: a step that runs for longer means that the device hangs: the probe says UNHEALTHY.
     span_attributes: put on the spans of requests (worker, group, model).
+    tls: the worker's. worker: its name; of all workers only this one commands the executor, by its
+    certificate.
     """
 
     backend: str
@@ -28,3 +30,5 @@ class ExecutorSettings(FrozenConfig):
     reflection: bool = False
     hung_after_s: float = Field(default=120.0, gt=0)
     span_attributes: dict[str, str] = Field(default_factory=dict)
+    tls: TlsConfig | None = None
+    worker: str = ""

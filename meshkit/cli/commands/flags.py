@@ -17,6 +17,10 @@ Emulate = Annotated[
 PluginOptions = Annotated[
     list[str] | None, typer.Option("--option", help="KEY=VALUE for the plugin; may be repeated.")
 ]
+OperatorTls = Annotated[
+    Path | None,
+    typer.Option("--tls", metavar="DIR", help="An operator's certificate. Default: CHIPMESH_TLS, or none."),
+]
 SchedulerEndpoint = Annotated[
     str | None, typer.Option("--endpoint", help="HOST:PORT of a scheduler. Default: of `up`'s mesh.")
 ]

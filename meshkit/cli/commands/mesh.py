@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshkit.cli.commands.flags import AsJson, Emulate, SchedulerEndpoint
+from meshkit.cli.commands.flags import AsJson, Emulate, OperatorTls, SchedulerEndpoint
 from meshkit.cli.terminal import EXIT_OK
 from meshkit.config import LogLevel
 
@@ -81,6 +81,12 @@ def up(
         typer.Option("--enable-mixed-chunk/--disable-mixed-chunk", help="Prefill and decode in one step."),
     ] = None,
     host: Annotated[str, typer.Option(help="Host of the gateway's two listeners.")] = "127.0.0.1",
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="JSON with the keys of clients (`chipmesh keys new` prints one).")
+    ] = None,
+    allow_anonymous: Annotated[
+        bool, typer.Option("--allow-anonymous", help="Serve everybody although --host is beyond loopback.")
+    ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port of the gateway; 0: a free one.")] = 0,
     http_port: Annotated[
         int, typer.Option(min=0, max=65535, help="HTTP port of the gateway; 0: a free one.")
@@ -157,12 +163,13 @@ def generate(
 @commands.command()
 def status(
     endpoint: SchedulerEndpoint = None,
+    tls: OperatorTls = None,
     as_json: AsJson = False,
 ) -> int:
     """Show groups, replicas, their requests and pages."""
     from meshkit.cli.mesh_status import show_status
 
-    show_status(endpoint=endpoint, as_json=as_json)
+    show_status(endpoint=endpoint, tls=tls, as_json=as_json)
     return EXIT_OK
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from meshkit.cli.commands.flags import AsJson, Emulate, PluginOptions, SchedulerEndpoint
+from meshkit.cli.commands.flags import AsJson, Emulate, OperatorTls, PluginOptions, SchedulerEndpoint
 from meshkit.cli.terminal import EXIT_OK
 
 commands = typer.Typer()
@@ -24,6 +25,7 @@ def swap(
         bool, typer.Option("--never-pause", help="Fail where the new one does not fit beside the old one.")
     ] = False,
     endpoint: SchedulerEndpoint = None,
+    tls: OperatorTls = None,
     as_json: AsJson = False,
 ) -> int:
     """Change a worker's chip or weights while its streams run: the new one is loaded beside the old one, then
@@ -41,9 +43,29 @@ def swap(
         model_path=model_path,
         never_pause=never_pause,
         endpoint=endpoint,
+        tls=tls,
         as_json=as_json,
     )
     return EXIT_OK
+
+
+@commands.command()
+def doctor(
+    endpoint: SchedulerEndpoint = None,
+    gateway: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="A gateway. Default: of `up`'s mesh.")
+    ] = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(help="Configuration of a service, a file or folder, to check as well; may be repeated."),
+    ] = None,
+    tls: OperatorTls = None,
+    as_json: AsJson = False,
+) -> int:
+    """Check a running mesh and say how to mend what is wrong with it. Exit code 1 where anything is."""
+    from meshkit.cli.doctor.command import run_doctor
+
+    return run_doctor(endpoint=endpoint, gateway=gateway, configs=config or (), tls=tls, as_json=as_json)
 
 
 traffic = typer.Typer(help="How requests are split among a model's groups.", no_args_is_help=True)
@@ -51,11 +73,11 @@ commands.add_typer(traffic, name="traffic")
 
 
 @traffic.command("show")
-def traffic_show(endpoint: SchedulerEndpoint = None, as_json: AsJson = False) -> int:
+def traffic_show(endpoint: SchedulerEndpoint = None, tls: OperatorTls = None, as_json: AsJson = False) -> int:
     """Show each group's weight, and the share of requests that it gets now."""
     from meshkit.cli.traffic import show_traffic
 
-    show_traffic(endpoint=endpoint, as_json=as_json)
+    show_traffic(endpoint=endpoint, tls=tls, as_json=as_json)
     return EXIT_OK
 
 
@@ -64,12 +86,13 @@ def traffic_set(
     weights: Annotated[list[str], typer.Argument(help="GROUP=WEIGHT ...; groups left out get 0.")],
     model: Annotated[str, typer.Option(help="Which model's groups. Default: the only one.")] = "",
     endpoint: SchedulerEndpoint = None,
+    tls: OperatorTls = None,
     as_json: AsJson = False,
 ) -> int:
     """Change the weights while requests run; those that run stay where they are."""
     from meshkit.cli.traffic import set_traffic
 
-    set_traffic(weights, model=model, endpoint=endpoint, as_json=as_json)
+    set_traffic(weights, model=model, endpoint=endpoint, tls=tls, as_json=as_json)
     return EXIT_OK
 
 
@@ -79,12 +102,13 @@ def traffic_shadow(
     shadow: Annotated[str, typer.Argument(help="Group that gets the copies; its answers are not served.")],
     share: Annotated[float, typer.Option(min=0, max=1, help="Share of requests; 0 ends it.")] = 0.1,
     endpoint: SchedulerEndpoint = None,
+    tls: OperatorTls = None,
     as_json: AsJson = False,
 ) -> int:
     """Mirror a share of a group's requests to another group and compare the answers."""
     from meshkit.cli.traffic import set_shadow
 
-    set_shadow(source=source, shadow=shadow, share=share, endpoint=endpoint, as_json=as_json)
+    set_shadow(source=source, shadow=shadow, share=share, endpoint=endpoint, tls=tls, as_json=as_json)
     return EXIT_OK
 
 
@@ -105,6 +129,7 @@ def group_set(
         str | None, typer.Option(help="Order of waiting requests: fcfs, lpm, ...")
     ] = None,
     endpoint: SchedulerEndpoint = None,
+    tls: OperatorTls = None,
     as_json: AsJson = False,
 ) -> int:
     """Change settings of a group while it runs; requests beyond a lower ceiling go on to their end."""
@@ -116,6 +141,7 @@ def group_set(
         max_running_requests=max_running_requests,
         schedule_policy=schedule_policy,
         endpoint=endpoint,
+        tls=tls,
         as_json=as_json,
     )
     return EXIT_OK

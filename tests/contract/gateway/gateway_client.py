@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc.aio
@@ -118,17 +118,27 @@ class Stream:
 
 @dataclass
 class Mesh:
-    """A gateway with a fake scheduler and a client."""
+    """A gateway with a fake scheduler and a client. key: what the client sends, None for none."""
 
     scheduler: FakeScheduler
     gateway: GatewayService
     address: str
     http_address: str
     channel: grpc.aio.Channel
+    key: str | None = None
     stub: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
+
+    def with_key(self, key: str | None) -> Mesh:
+        """The same with a client of that key."""
+        return replace(self, key=key)
+
+    @property
+    def metadata(self) -> list[tuple[str, str]]:
+        """What goes with each call."""
+        return [] if self.key is None else [("authorization", f"Bearer {self.key}")]
 
     async def session(self) -> FakeSession:
         """The gateway's next session, once the gateway serves."""
@@ -138,22 +148,25 @@ class Mesh:
 
     def generate(self, *args: Any, timeout: float | None = 20.0, **fields: Any) -> Stream:
         """Start a generation."""
-        return Stream(self.stub.Generate(request_of(*args, **fields), timeout=timeout))
+        request = request_of(*args, **fields)
+        return Stream(self.stub.Generate(request, timeout=timeout, metadata=self.metadata))
 
     def resume(self, request_id: str, next_index: int) -> Stream:
         """Resume a generation."""
         request = pb.ResumeGenerationRequest(request_id=request_id, next_index=next_index)
-        return Stream(self.stub.ResumeGeneration(request, timeout=20), next_index=next_index)
+        call = self.stub.ResumeGeneration(request, timeout=20, metadata=self.metadata)
+        return Stream(call, next_index=next_index)
 
     async def cancel(self, request_id: str) -> bool:
         """Cancel a generation; whether it was live."""
-        response = await self.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=request_id))
+        request = pb.CancelGenerationRequest(request_id=request_id)
+        response = await self.stub.CancelGeneration(request, metadata=self.metadata)
         return bool(response.cancelled)
 
     async def tokenize(self, *args: Any, model: str = "") -> list[int]:
         """What Tokenize answers."""
         request = pb.TokenizeRequest(model=model, prompt=prompt_of(*args))
-        return list((await self.stub.Tokenize(request)).token_ids)
+        return list((await self.stub.Tokenize(request, metadata=self.metadata)).token_ids)
 
 
 MeshFactory = Callable[..., Any]

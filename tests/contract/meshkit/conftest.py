@@ -17,10 +17,18 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from meshkit.config import TracingConfig
 from meshkit.rpc.channel import open_channel
+from meshkit.rpc.policy import POLICY, Access, Role
 from meshkit.rpc.server import RpcServer
 from meshkit.telemetry.tracing import configure_tracing
 
 SERVICE = "meshkit.test.Echo"
+
+STYLES = (
+    "unary_unary", "unary_stream", "unary_write", "unary_flood", "stream_unary", "stream_stream",
+    "stream_write",
+)  # fmt: skip
+ECHO_POLICY = {**POLICY, **{f"/{SERVICE}/{style}": frozenset({Role.WORKER}) for style in STYLES}}
+"""With the echo service's methods."""
 
 Act = Callable[[Any], Awaitable[None]]
 
@@ -142,7 +150,8 @@ def echo_mesh() -> Callable[..., AbstractAsyncContextManager[EchoMesh]]:
 
     @asynccontextmanager
     async def run(act: Act, *, traced: bool = True, **options: Any) -> AsyncIterator[EchoMesh]:
-        server = RpcServer(listen=options.pop("listen", "127.0.0.1:0"), **options)
+        options = {"listen": "127.0.0.1:0", "access": Access(policy=ECHO_POLICY), **options}
+        server = RpcServer(**options)
         echo = Echo(act)
         server.add(add_echo_to_server, echo, SERVICE)
         address = await server.start()

@@ -52,6 +52,7 @@ async def test_health_is_200_with_its_parts_while_serving_and_503_when_not() -> 
     status, _, body = await get(address, "/health")
     assert status == 503
     assert json.loads(body) == {"serving": False, "parts": {"loop": "stalled"}}
+    assert (await get(address, "/live"))[0] == 200, "alive, and not to be started again"
     await server.stop()
 
 

@@ -161,6 +161,7 @@ async def test_an_idle_stream_outlives_many_keepalive_pings(echo_mesh: Any) -> N
 SLEEPY_SERVER = """
 import asyncio
 import grpc
+from meshkit.rpc.policy import Access, Role
 from meshkit.rpc.server import RpcServer
 
 async def wait(request, context):
@@ -172,7 +173,8 @@ def add(_, server):
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Sleepy", {"Wait": handler})])
 
 async def main():
-    server = RpcServer(listen="127.0.0.1:0")
+    access = Access(policy={"/test.Sleepy/Wait": frozenset({Role.WORKER})})
+    server = RpcServer(listen="127.0.0.1:0", access=access)
     server.add(add, None, "test.Sleepy")
     print(await server.start(), flush=True)
     await asyncio.Event().wait()

@@ -25,7 +25,7 @@ from tests.contract.scheduler_svc.fake_peers import until
 ROOT = Path(__file__).resolve().parents[3]
 
 
-async def test_a_stopping_scheduler_refuses_new_requests_and_lets_running_ones_end(mesh: Any) -> None:
+async def test_a_stopping_scheduler_serves_on_until_nothing_runs(mesh: Any) -> None:
     async with mesh() as m:
         executor = await m.worker()
         gateway = await m.gateway()
@@ -33,19 +33,18 @@ async def test_a_stopping_scheduler_refuses_new_requests_and_lets_running_ones_e
         running = await gateway.submit([1, 2], 30)
         await running.has_tokens(2)
         stopping = asyncio.create_task(m.service.stop(20))
-        await until(lambda: m.service.engine.draining, "it drains")
-        refused = await (await gateway.submit([3], 5)).end()
-        assert refused.failed is not None
-        assert refused.failed.code == grpc.StatusCode.UNAVAILABLE.value[0]
-        assert refused.failed.reason == "DRAINING"
+        await until(lambda: m.service.stopping, "it stops")
+        late = await gateway.submit([3], 5)
         executor.release()
         await running.end()
+        await late.end()
         await stopping
         assert running.tokens == expected_tokens([1, 2], 30)
+        assert late.tokens == expected_tokens([3], 5)
         assert gateway.end is None, "the session ended well"
 
 
-async def test_what_does_not_end_in_time_gets_a_last_event(mesh: Any) -> None:
+async def test_what_does_not_end_in_time_is_the_next_schedulers(mesh: Any) -> None:
     async with mesh() as m:
         executor = await m.worker(max_slots=1)
         executor.gate.clear()
@@ -53,10 +52,18 @@ async def test_what_does_not_end_in_time_gets_a_last_event(mesh: Any) -> None:
         live = [await gateway.submit([1, 2], 30), await gateway.submit([3], 30)]
         await until(lambda: live[0].placed and live[1].queued, "one runs, one waits")
         await m.service.stop(0.05)
-        for seen in live:
-            await seen.end()
-            assert seen.failed is not None
-            assert seen.failed.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        await asyncio.wait_for(gateway.reading, 10)
+        assert gateway.end is None, "the session ended well"
+        assert [(seen.failed, seen.finished) for seen in live] == [(None, None)] * 2
+
+
+async def test_a_scheduler_whose_sessions_have_ended_takes_no_other(mesh: Any) -> None:
+    async with mesh() as m:
+        sessions = m.service.sessions
+        await sessions.close_all(timeout_s=1.0)
+        with pytest.raises(grpc.aio.AioRpcError, match="the next one takes the session") as refused:
+            await m.gateway()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_port_in_use_is_a_clear_error(mesh: Any) -> None:

@@ -28,6 +28,7 @@ async def test_register_answers_with_the_lease_and_the_schedulers_id(mesh: Any) 
         ({"worker_id": ""}, "worker_id"),
         ({"instance_id": ""}, "instance_id"),
         ({"executor_address": ""}, "executor_address"),
+        ({"executor_address": "10.0.0.1:1"}, "executor_address"),
         ({"group": ""}, "group"),
         ({"model": ""}, "model"),
         ({"page_count": 0}, "page_count"),

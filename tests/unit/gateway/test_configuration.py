@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from gateway.config import GatewayConfig, ServedModelConfig, is_local
+from gateway.config import GatewayConfig, ServedModelConfig
 from gateway.models import ServedModel, ServedModels, open_models, open_served_model
+from meshkit.address import is_local
 from meshkit.config import describe, parse_config
 from meshkit.errors import FailedPrecondition, InvalidArgument
 from tests.unit.gateway.tiny_model import CONTEXT_TOKENS, IM_END, VOCAB_SIZE, write_tiny_model

@@ -80,11 +80,11 @@ def test_a_long_message_is_cut_at_a_character_with_an_ellipsis() -> None:
 
 def test_a_status_of_a_foreign_server_keeps_its_code_and_text() -> None:
     foreign = grpc.aio.AioRpcError(
-        grpc.StatusCode.PERMISSION_DENIED, grpc.aio.Metadata(), grpc.aio.Metadata(), details="no"
+        grpc.StatusCode.OUT_OF_RANGE, grpc.aio.Metadata(), grpc.aio.Metadata(), details="no"
     )
     error = from_rpc_error(foreign)
     assert type(error) is MeshError
-    assert (error.code, error.reason) == (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
+    assert (error.code, error.reason) == (grpc.StatusCode.OUT_OF_RANGE, "OUT_OF_RANGE")
     assert error.message == "no"
 
 

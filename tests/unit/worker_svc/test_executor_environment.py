@@ -20,9 +20,7 @@ class Silent:
         return lambda *_, **__: None
 
 
-async def environment_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **executor: Any
-) -> dict[str, str]:
+async def environment_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **executor: Any) -> dict[str, str]:
     """What an executor of this configuration would be started with."""
     given: dict[str, str] = {}
 

@@ -103,7 +103,9 @@ class SchedulingOptions(_message.Message):
     priority: _builtins.int
     """Greater goes first. Range [-1000, 1000]."""
     cache_salt: _builtins.str
-    """Requests share cached prefixes only with those of the same salt, for example one for each tenant. At most 256 characters."""
+    """Requests share cached prefixes only with those of the same salt, for example one for each tenant; requests of different keys
+    share none unless their keys allow it. At most 256 characters; `chipmesh-key:` at the beginning is reserved.
+    """
     session_key: _builtins.str
     """Requests of one key go to one group while that can take them. At most 256 characters."""
     resume_window_ms: _builtins.int

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """InferenceService is what clients call at a gateway.
+    """InferenceService is what clients call at a gateway. Where that asks for keys, each call carries one as metadata
+    `authorization: Bearer KEY`, or is refused with UNAUTHENTICATED; a request belongs to its key, and to others it is unknown.
     """
 
     def __init__(self, channel):
@@ -63,15 +64,17 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """InferenceService is what clients call at a gateway.
+    """InferenceService is what clients call at a gateway. Where that asks for keys, each call carries one as metadata
+    `authorization: Bearer KEY`, or is refused with UNAUTHENTICATED; a request belongs to its key, and to others it is unknown.
     """
 
     def Generate(self, request, context):
         """Generate streams one generation. The first event is always `accepted`: from then on the request is the mesh's and survives the
         death of a worker. When a stream breaks with UNAVAILABLE, send the same request again, to this gateway or another, with the tokens
         that came in output_token_ids and with accepted.effective_sampling: the stream goes on after them, and no token is lost or repeated.
-        INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full (retry later); UNAVAILABLE: no
-        worker serves the model, or this gateway shuts down; ALREADY_EXISTS: another request has the request_id.
+        INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full, or a budget of the
+        key is used up (RetryInfo says when to come again); UNAVAILABLE: no worker serves the model, or this gateway shuts down;
+        ALREADY_EXISTS: another request of the key has the request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -143,7 +146,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """InferenceService is what clients call at a gateway.
+    """InferenceService is what clients call at a gateway. Where that asks for keys, each call carries one as metadata
+    `authorization: Bearer KEY`, or is refused with UNAUTHENTICATED; a request belongs to its key, and to others it is unknown.
     """
 
     @staticmethod

@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """InferenceService is what clients call at a gateway."""
+    """InferenceService is what clients call at a gateway. Where that asks for keys, each call carries one as metadata
+    `authorization: Bearer KEY`, or is refused with UNAUTHENTICATED; a request belongs to its key, and to others it is unknown.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -37,8 +39,9 @@ class InferenceServiceStub:
     """Generate streams one generation. The first event is always `accepted`: from then on the request is the mesh's and survives the
     death of a worker. When a stream breaks with UNAVAILABLE, send the same request again, to this gateway or another, with the tokens
     that came in output_token_ids and with accepted.effective_sampling: the stream goes on after them, and no token is lost or repeated.
-    INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full (retry later); UNAVAILABLE: no
-    worker serves the model, or this gateway shuts down; ALREADY_EXISTS: another request has the request_id.
+    INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full, or a budget of the
+    key is used up (RetryInfo says when to come again); UNAVAILABLE: no worker serves the model, or this gateway shuts down;
+    ALREADY_EXISTS: another request of the key has the request_id.
     """
     ResumeGeneration: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeGenerationRequest, _inference_pb2.ResumeGenerationResponse]
     """ResumeGeneration goes on with a stream whose connection was lost. The first event is `accepted`, as the client may have lost that
@@ -53,15 +56,18 @@ class InferenceServiceStub:
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """InferenceService is what clients call at a gateway."""
+    """InferenceService is what clients call at a gateway. Where that asks for keys, each call carries one as metadata
+    `authorization: Bearer KEY`, or is refused with UNAUTHENTICATED; a request belongs to its key, and to others it is unknown.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate streams one generation. The first event is always `accepted`: from then on the request is the mesh's and survives the
     death of a worker. When a stream breaks with UNAVAILABLE, send the same request again, to this gateway or another, with the tokens
     that came in output_token_ids and with accepted.effective_sampling: the stream goes on after them, and no token is lost or repeated.
-    INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full (retry later); UNAVAILABLE: no
-    worker serves the model, or this gateway shuts down; ALREADY_EXISTS: another request has the request_id.
+    INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full, or a budget of the
+    key is used up (RetryInfo says when to come again); UNAVAILABLE: no worker serves the model, or this gateway shuts down;
+    ALREADY_EXISTS: another request of the key has the request_id.
     """
     ResumeGeneration: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeGenerationRequest, _inference_pb2.ResumeGenerationResponse]  # type: ignore[assignment]
     """ResumeGeneration goes on with a stream whose connection was lost. The first event is `accepted`, as the client may have lost that
@@ -75,7 +81,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Tokenize turns input into token ids as Generate would. Idempotent."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """InferenceService is what clients call at a gateway."""
+    """InferenceService is what clients call at a gateway. Where that asks for keys, each call carries one as metadata
+    `authorization: Bearer KEY`, or is refused with UNAUTHENTICATED; a request belongs to its key, and to others it is unknown.
+    """
 
     @_abc_1.abstractmethod
     def Generate(
@@ -86,8 +94,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generate streams one generation. The first event is always `accepted`: from then on the request is the mesh's and survives the
         death of a worker. When a stream breaks with UNAVAILABLE, send the same request again, to this gateway or another, with the tokens
         that came in output_token_ids and with accepted.effective_sampling: the stream goes on after them, and no token is lost or repeated.
-        INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full (retry later); UNAVAILABLE: no
-        worker serves the model, or this gateway shuts down; ALREADY_EXISTS: another request has the request_id.
+        INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: queues are full, or a budget of the
+        key is used up (RetryInfo says when to come again); UNAVAILABLE: no worker serves the model, or this gateway shuts down;
+        ALREADY_EXISTS: another request of the key has the request_id.
         """
 
     @_abc_1.abstractmethod
