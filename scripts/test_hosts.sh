@@ -11,4 +11,5 @@ for program in ip unshare nsenter; do
     }
 done
 export CHIPMESH_HOSTS_TEST=1
-exec unshare --net .venv/bin/python -m pytest tests/hosts "$@"
+# Mounts of its own, too: a test has another /etc/hosts.
+exec unshare --net --mount .venv/bin/python -m pytest tests/hosts "$@"

@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(300)]
 
 PAUSE_S = 3.0
 """Several times a lease."""
-WARNED_OF = {"contention", "loop-lag", "limits.open-files", "limits.swap", "exposure", "emulation"}
+OF_THE_MACHINE = {"contention", "loop-lag"}
+"""Checks that warn of what else runs there: of these tests' own clients, too."""
 Streaming = Callable[[], Streams]
 
 
@@ -50,8 +51,9 @@ def test_the_doctor_finds_no_fault_in_a_mesh_that_is_up_and_names_a_paused_worke
     mesh.wait_until_serving("worker-a", "worker-b")
     healthy = mesh.doctor()
     assert faults_in(healthy) == {}
-    # Who loads the machine beside the mesh is not the mesh's.
-    assert {each["id"] for each in healthy["checks"] if each["status"] == "warning"} <= WARNED_OF
+    warned = {each["id"]: each["findings"] for each in healthy["checks"] if each["status"] == "warning"}
+    assert warned.keys() <= OF_THE_MACHINE, warned
+    assert sum(each["status"] == "ok" for each in healthy["checks"]) >= 15
     mesh.compose("pause", "worker-b")
     try:
         wait_until(lambda: not mesh.is_serving("worker-b"), what=mesh.status, timeout_s=20)
