@@ -176,7 +176,9 @@ async def test_a_lower_window_holds_for_those_that_come_and_a_higher_one_lets_th
         executor = await m.worker("w0")
         gateway = await m.gateway()
         executor.gate.clear()
-        running = [await gateway.submit([number], 40) for number in range(2)]
+        # In one message: the steps that may be in flight would else be planned before the second one is there.
+        await gateway.send(*[gateway.command([number], 40) for number in range(2)])
+        running = list(gateway.requests.values())
         batcher = m.service.engine.core.batcher(m.service.pool.member("w0").replica)
         await until(lambda: batcher.running == 2, "both run")
         await m.call(m.admin.SetGroup, admin_pb2.SetGroupRequest(group="g", max_running_requests=1))
