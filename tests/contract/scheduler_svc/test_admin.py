@@ -176,7 +176,7 @@ async def test_a_lower_window_holds_for_those_that_come_and_a_higher_one_lets_th
         executor = await m.worker("w0")
         gateway = await m.gateway()
         executor.gate.clear()
-        # In one message: the steps that may be in flight would else be planned before the second one is there.
+        # In one message: what is in flight may else be planned before the second one is there.
         await gateway.send(*[gateway.command([number], 40) for number in range(2)])
         running = list(gateway.requests.values())
         batcher = m.service.engine.core.batcher(m.service.pool.member("w0").replica)
