@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshkit.errors import FailedPrecondition
-from plugins.sdk.runner import PrefillRow, StepBatch
+from plugins.sdk.runner import IntArray, PrefillRow, StepBatch
 from worker_svc.layers.step_tensors import build_step
 from worker_svc.models.architecture import Model, Observer
 from worker_svc.observed_operators import OperatorCall
@@ -18,6 +18,11 @@ _TOKENS = 8
 
 BuildObserved = Callable[[Callable[[OperatorCall], None]], Model]
 """Builds the model once more, its operator calls shown to an observer."""
+
+
+def probe_tokens(vocab_size: int, page_size: int) -> IntArray:
+    """A prompt from all over the vocabulary that fits one page: int32 [n]."""
+    return np.linspace(0, vocab_size - 1, min(_TOKENS, vocab_size, page_size)).astype(np.int32)
 
 
 def is_finite(
@@ -40,11 +45,10 @@ def run_probe(
     observe: Observer | None = None,
 ) -> Tensor:
     """Logits of a prompt that fits one page; `observe` sees each stage."""
-    count = min(_TOKENS, vocab_size, page_size)
     row = PrefillRow(
         slot=0,
         start=0,
-        token_ids=np.linspace(0, vocab_size - 1, count).astype(np.int32),
+        token_ids=probe_tokens(vocab_size, page_size),
         page_ids=np.zeros(1, dtype=np.int32),
         samples=True,
     )

@@ -18,10 +18,12 @@ from plugins.sdk.operator_table import OperatorBinder, OperatorTable
 from plugins.sdk.operators import OperatorSet
 from plugins.sdk.planning import CallSite, ExecutionPlan, PlanRequest, plan_execution
 from plugins.sdk.runner import LoadOptions, Progress
+from plugins.sdk.step_program import DecoderShape, StepProgram, StepProgramCapability
 from worker_svc.call_sites import collect_call_sites
 from worker_svc.layers.quantization import QuantizationPolicy
 from worker_svc.models.architecture import KvShape, Model, ModelContext, ModelFactory
 from worker_svc.models.registry import find_architecture
+from worker_svc.program_runs import DecoderReader, describe_shape
 from worker_svc.weights import DummyWeights, WeightReader, WeightSource
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -44,11 +46,32 @@ class PlannedModel:
     operators: OperatorTable
     source: WeightSource
     device: torch.device
+    shape: DecoderShape | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
         return getattr(torch, self.plan.dtype.value)  # type: ignore[no-any-return]
+
+    @property
+    def program(self) -> StepProgramCapability | None:
+        """The plugin's program that the plan chose."""
+        pattern = self.plan.step_program.value
+        entries = self.backend.capabilities().step_programs
+        return next((each for each in entries if each.pattern == pattern), None)
+
+    def create_program(self, progress: Progress) -> StepProgram | None:
+        """The plugin's program over the weights, where the plan says so."""
+        entry, shape = self.program, self.shape
+        if entry is None or shape is None:
+            return None
+        reader = DecoderReader(
+            self.source,
+            self.folder.config,
+            encodings=entry.encodings,
+            progress=partial(progress, "weights"),
+        )
+        return self.backend.execute_runnable(lambda: self.backend.create_step_program(shape, reader.read()))
 
     def build(self, operators: OperatorBinder, progress: Progress) -> Model:
         """Read and place the weights. operators: `self.operators`, or what shows their calls to somebody."""
@@ -87,7 +110,8 @@ def plan_model(
         quantization=options.quantization,
         strict=options.strict,
     )
-    plan = plan_execution(backend.capabilities(), sites, request)
+    shape = describe_shape(architecture, folder.config, vocab_size=folder.vocab_size)
+    plan = plan_execution(backend.capabilities(), sites, request, shape=shape)
     return PlannedModel(
         backend=backend,
         folder=folder,
@@ -99,6 +123,7 @@ def plan_model(
         operators=operators.table(plan.operators),
         source=_weights(folder, options.load_format),
         device=operators.torch_device(options.device),
+        shape=shape,
     )
 
 

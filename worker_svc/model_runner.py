@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from plugins.sdk.planning import (
     plan_operators,
 )
 from plugins.sdk.runner import (
+    FloatArray,
     IntArray,
     LoadedModel,
     LoadOptions,
@@ -30,13 +32,15 @@ from plugins.sdk.runner import (
     StepBatch,
     StepOutput,
 )
-from plugins.sdk.slot_sampling import Samplers, SlotSampling
+from plugins.sdk.slot_sampling import Sampled, Samplers, SlotSampling
+from plugins.sdk.step_program import StepProgram
 from plugins.sdk.tensors import dtype_size
-from worker_svc.first_forward import BuildObserved, describe_failure, is_finite
+from worker_svc.first_forward import BuildObserved, describe_failure, is_finite, probe_tokens
 from worker_svc.layers.step_tensors import build_step, sampling_rows
 from worker_svc.model_building import PlannedModel, allocate_pages, plan_model, require_operators
-from worker_svc.models.architecture import Model
+from worker_svc.models.architecture import KvShape, Model
 from worker_svc.observed_operators import ObservedOperators
+from worker_svc.program_runs import kv_shape_of, probe_is_finite, run_batch
 
 log = get_logger(__name__)
 
@@ -46,7 +50,7 @@ class _Loaded:
     """A model in memory and what it runs on."""
 
     planned: PlannedModel
-    model: Model
+    model: Model | StepProgram
     samplers: Samplers
     description: LoadedModel
 
@@ -59,6 +63,11 @@ class _Loaded:
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
         return self.planned.dtype
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """What its cache holds for a token."""
+        return _kv_shape(self.planned, self.model)
 
 
 @dataclass(frozen=True)
@@ -88,8 +97,10 @@ class OperatorModelRunner(ModelRunner):
         self._device = options.device
         planned = plan_model(self._backend, options, progress)
         table = planned.operators
+        choice = planned.plan.step_program
+        log.info("step program", pattern=choice.value, reason=choice.reason)
         _log_fallbacks(table)
-        model = planned.build(table, progress)
+        model = planned.create_program(progress) or planned.build(table, progress)
         description = _describe(planned, model)
         loaded = _Loaded(planned, model, Samplers.bind(table, planned.folder.vocab_size), description)
         progress("first forward", 0.0)
@@ -114,6 +125,8 @@ class OperatorModelRunner(ModelRunner):
         sampling = SlotSampling(
             max_slots=max_slots, vocab_size=loaded.description.vocab_size, device=loaded.device
         )
+        if isinstance(loaded.model, StepProgram):
+            loaded.model.attach_cache(buffer.tensor, page_count=page_count, page_size=page_size)
         self._cache = _Cache(buffer, layers, page_size, sampling)
         return buffer.nbytes
 
@@ -133,7 +146,10 @@ class OperatorModelRunner(ModelRunner):
         """
         loaded, cache = self._require_model(), self._require_cache()
         try:
-            return self._backend.execute_runnable(lambda: _run_step(batch, loaded, cache))
+            model = loaded.model
+            if isinstance(model, StepProgram):
+                return self._run_program(batch, model, loaded, cache)
+            return self._backend.execute_runnable(lambda: _run_step(batch, model, loaded, cache))
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ResourceExhausted(
                 f"the device has no memory left for a step: {error}. Lower mem_fraction_static, "
@@ -153,6 +169,18 @@ class OperatorModelRunner(ModelRunner):
         self._cache = None
         self._loaded = None
 
+    def _run_program(
+        self, batch: StepBatch, program: StepProgram, loaded: _Loaded, cache: _Cache
+    ) -> StepOutput:
+        """A program needs none of the chip's settings around it; the operators that sample beside it do."""
+
+        def sample(logits: FloatArray, slots: IntArray) -> Sampled:
+            return self._backend.execute_runnable(
+                lambda: cache.sampling.sample(torch.from_numpy(logits), slots, loaded.samplers)
+            )
+
+        return run_batch(batch, program, cache.sampling, sample, page_size=cache.page_size)
+
     def _require_model(self) -> _Loaded:
         if self._loaded is None:
             raise FailedPrecondition("no model is loaded; call LoadModel first", reason="NO_MODEL")
@@ -168,7 +196,7 @@ class OperatorModelRunner(ModelRunner):
     def _allocate_pages(self, loaded: _Loaded, pages: int, page_size: int) -> tuple[Buffer, Sequence[Tensor]]:
         return allocate_pages(
             self._backend,
-            loaded.model.kv_shape,
+            loaded.kv_shape,
             page_count=pages,
             page_size=page_size,
             dtype=loaded.planned.plan.kv_cache_dtype.value,
@@ -186,24 +214,22 @@ class OperatorModelRunner(ModelRunner):
         """Raises FailedPrecondition that names the first operator whose result is not finite."""
         page_size: int = loaded.planned.plan.page_size.value
         buffer, layers = self._allocate_pages(loaded, 1, page_size)
-        probe = partial(
-            is_finite,
-            loaded.model,
-            layers,
-            vocab_size=loaded.description.vocab_size,
-            dtype=loaded.dtype,
-            page_size=page_size,
-        )
+        vocab_size = loaded.description.vocab_size
+        sizes: dict[str, Any] = {"vocab_size": vocab_size, "dtype": loaded.dtype, "page_size": page_size}
+        model = loaded.model
+        if isinstance(model, StepProgram):
+            model.attach_cache(buffer.tensor, page_count=1, page_size=page_size)
+            probe = partial(probe_is_finite, model, probe_tokens(vocab_size, page_size))
+        else:
+            probe = partial(is_finite, model, layers, **sizes)
         try:
             if not self._backend.execute_runnable(probe):
-                raise self._backend.execute_runnable(
-                    partial(describe_failure, build, *probe.args[1:], **probe.keywords)
-                )
+                raise self._backend.execute_runnable(partial(describe_failure, build, layers, **sizes))
         finally:
             self._backend.memory.free(buffer)
 
 
-def _run_step(batch: StepBatch, loaded: _Loaded, cache: _Cache) -> StepOutput:
+def _run_step(batch: StepBatch, model: Model, loaded: _Loaded, cache: _Cache) -> StepOutput:
     step = build_step(
         batch,
         cache.sampling.last_tokens,
@@ -211,17 +237,21 @@ def _run_step(batch: StepBatch, loaded: _Loaded, cache: _Cache) -> StepOutput:
         dtype=loaded.dtype,
         device=loaded.device,
     )
-    hidden = loaded.model.forward(step, cache.layers)
+    hidden = model.forward(step, cache.layers)
     rows, slots = sampling_rows(batch)
     if not len(rows):
         return StepOutput(slots=np.empty(0, dtype=np.int32), token_ids=np.empty(0, dtype=np.int32))
     if len(rows) < hidden.shape[0]:
         hidden = hidden[torch.from_numpy(rows).to(loaded.device)]
-    sampled = cache.sampling.sample(loaded.model.logits(hidden), slots, loaded.samplers)
+    sampled = cache.sampling.sample(model.logits(hidden), slots, loaded.samplers)
     return StepOutput(sampled.slots, sampled.token_ids, sampled.logprobs, sampled.failures)
 
 
-def _describe(planned: PlannedModel, model: Model) -> LoadedModel:
+def _kv_shape(planned: PlannedModel, model: Model | StepProgram) -> KvShape:
+    return kv_shape_of(planned.shape) if isinstance(model, StepProgram) else model.kv_shape
+
+
+def _describe(planned: PlannedModel, model: Model | StepProgram) -> LoadedModel:
     folder, plan, policy = planned.folder, planned.plan, planned.policy
     kv_dtype: str = plan.kv_cache_dtype.value
     suffix = f"+{policy.format}" if policy.quantizes else ""
@@ -229,14 +259,14 @@ def _describe(planned: PlannedModel, model: Model) -> LoadedModel:
         architecture=planned.architecture,
         vocab_size=folder.vocab_size,
         context_tokens=folder.context_length,
-        kv_bytes_per_token=model.kv_shape.values_per_token * dtype_size(kv_dtype),
+        kv_bytes_per_token=_kv_shape(planned, model).values_per_token * dtype_size(kv_dtype),
         weight_bytes=model.weight_bytes,
         weights_version=f"{folder.weights_version}{suffix}",
         numeric_class=f"{plan.dtype.value}{suffix}",
         kv_cache_dtype=kv_dtype,
         kv_layout=plan.kv_layout.value,
         eos_token_ids=folder.eos_token_ids,
-        operators=plan.operators,
+        operators=plan.served_by(),
     )
 
 

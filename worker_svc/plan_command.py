@@ -63,17 +63,21 @@ def make_plan(backend: Backend, model: str, request: PlanRequest) -> ExecutionPl
     # Only here, since they import the tensor framework: a plugin with a runner of its own needs none.
     from worker_svc.call_sites import collect_call_sites  # noqa: PLC0415
     from worker_svc.layers.quantization import QuantizationPolicy  # noqa: PLC0415
+    from worker_svc.models.registry import find_architecture  # noqa: PLC0415
+    from worker_svc.program_runs import describe_shape  # noqa: PLC0415
 
     folder = open_model(model, cache_dir=default_cache_dir(), need_weights=False)
     policy = QuantizationPolicy(request.quantization)
     sites = collect_call_sites(folder.config, vocab_size=folder.vocab_size, policy=policy)
-    return plan_execution(report, sites, request)
+    architecture, _ = find_architecture(folder.config)
+    shape = describe_shape(architecture, folder.config, vocab_size=folder.vocab_size)
+    return plan_execution(report, sites, request, shape=shape)
 
 
 def count_choices(plan: ExecutionPlan) -> dict[str, int]:
     """Operator calls of a forward pass by how they run."""
     counts: dict[str, int] = {}
-    for decision in plan.operators:
+    for decision in plan.served_by():
         counts[decision.choice] = counts.get(decision.choice, 0) + decision.calls
     return counts
 
@@ -95,7 +99,7 @@ def print_plan(plan: ExecutionPlan, model: str, console: Console) -> None:
     operators = Table(title="operators")
     for column in _COLUMNS:
         operators.add_column(column, overflow="fold")
-    for decision in plan.operators:
+    for decision in plan.served_by():
         operators.add_row(*_row(decision))
     console.print(operators)
 

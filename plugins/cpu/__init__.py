@@ -1,4 +1,6 @@
-"""The `cpu` plugin: torch on the host's processors, oneDNN for matrix products, gloo for collectives."""
+"""The `cpu` plugin: a native kernel for whole steps of Llama models, torch and oneDNN for everything else,
+gloo for collectives.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ def backend(options: Mapping[str, str]) -> Backend:
     """Start the plugin.
 
     options: `threads`, compute threads, at least 1; by default torch's choice, which follows OMP_NUM_THREADS.
+    `kernel`: auto (default), off, or an instruction set (avx512, avx2, baseline) for the native step kernel.
 
     Raises:
         InvalidArgument: an unknown option, or a value out of range.

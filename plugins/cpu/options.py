@@ -8,24 +8,32 @@ from dataclasses import dataclass
 from meshkit.errors import InvalidArgument
 
 _MOST_THREADS = 1024
+KERNELS = ("auto", "off", "avx512", "avx2", "baseline")
 
 
 @dataclass(frozen=True)
 class CpuOptions:
-    """threads: compute threads, at least 1; None: torch's choice, which follows OMP_NUM_THREADS."""
+    """threads: compute threads, at least 1; None: torch's choice, which follows OMP_NUM_THREADS.
+
+    kernel: the native step kernel, one of KERNELS: by the best instruction set of the processor, not at all,
+    or by a certain one.
+    """
 
     threads: int | None = None
+    kernel: str = "auto"
 
 
 def read_options(options: Mapping[str, str]) -> CpuOptions:
     """Raises InvalidArgument that names the option at fault."""
-    unknown = sorted(set(options) - {"threads"})
+    unknown = sorted(set(options) - {"threads", "kernel"})
     if unknown:
         raise InvalidArgument(
-            f"backend option {unknown[0]!r} is unknown to the cpu plugin; it takes: threads",
+            f"backend option {unknown[0]!r} is unknown to the cpu plugin; it takes: threads, kernel",
             field=f"backend_options.{unknown[0]}",
         )
-    return CpuOptions(threads=_read_threads(options.get("threads", "")))
+    return CpuOptions(
+        threads=_read_threads(options.get("threads", "")), kernel=_read_kernel(options.get("kernel", "auto"))
+    )
 
 
 def _read_threads(text: str) -> int | None:
@@ -37,3 +45,12 @@ def _read_threads(text: str) -> int | None:
             field="backend_options.threads",
         )
     return int(text)
+
+
+def _read_kernel(text: str) -> str:
+    if text not in KERNELS:
+        raise InvalidArgument(
+            f"backend option kernel is {text!r}; it has to be one of {', '.join(KERNELS)}",
+            field="backend_options.kernel",
+        )
+    return text

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from meshkit.errors import FailedPrecondition
 from plugins.cpu.collectives import GlooCollectives, gloo_is_available
 from plugins.cpu.memory import CpuMemory, onednn_is_available
+from plugins.cpu.native.loading import LoadedKernel, load_kernel
 from plugins.cpu.operators import CpuOperators
 from plugins.cpu.options import CpuOptions
+from plugins.cpu.step_program import CpuStepProgram, describe_program
 from plugins.sdk.backend import PluginInfo
 from plugins.sdk.capabilities import CapabilityReport
 from plugins.sdk.host import HostDevices
 from plugins.sdk.operator_backend import OperatorBackend
 from plugins.sdk.process_group import PRIMITIVES
+from plugins.sdk.step_program import DecoderShape, DecoderWeights, StepProgram
 from plugins.sdk.versions import installed_version
 
 DTYPES = ("float32", "bfloat16")
@@ -31,6 +35,8 @@ class CpuBackend(OperatorBackend):
                 "onednn": str(onednn_is_available()).lower(),
             },
         )
+        self._kernel = _find_kernel(options.kernel)
+        self._instruction_set = "" if options.kernel == "auto" else options.kernel
         memory = CpuMemory()
         super().__init__(
             devices=devices,
@@ -49,6 +55,17 @@ class CpuBackend(OperatorBackend):
             framework_range=">=2.5,<3",
         )
 
+    def create_step_program(self, shape: DecoderShape, weights: DecoderWeights) -> StepProgram:
+        """The native kernel, on as many threads as torch has."""
+        assert self._kernel.library is not None, "the report has no program without a library"
+        return CpuStepProgram(
+            self._kernel.library,
+            shape,
+            weights,
+            threads=torch.get_num_threads(),
+            instruction_set=self._instruction_set,
+        )
+
     def _make_report(self) -> CapabilityReport:
         return CapabilityReport(
             chip="cpu",
@@ -61,4 +78,30 @@ class CpuBackend(OperatorBackend):
             preferred_batch_size=64,
             numeric_classes=DTYPES,
             collectives=PRIMITIVES if self._collectives else (),
+            step_programs=(
+                describe_program(
+                    self._kernel.library,
+                    self._kernel.problem,
+                    instruction_set=self._instruction_set,
+                    threads=torch.get_num_threads(),
+                ),
+            ),
         )
+
+
+def _find_kernel(option: str) -> LoadedKernel:
+    """Raises FailedPrecondition (backend_options.kernel) where a certain instruction set was asked for and
+    cannot be had.
+    """
+    if option == "off":
+        return LoadedKernel(None, problem="the step kernel is off (backend option kernel)")
+    kernel = load_kernel()
+    if option == "auto":
+        return kernel
+    if kernel.library is None or not kernel.library.find_kernels(option.encode()):
+        raise FailedPrecondition(
+            f"backend option kernel is {option!r}, which does not run here: "
+            f"{kernel.problem or 'the processor or the compiler lacks it'}; use auto",
+            field="backend_options.kernel",
+        )
+    return kernel

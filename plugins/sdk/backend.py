@@ -13,6 +13,7 @@ from plugins.sdk.device import DeviceManager
 from plugins.sdk.drift import ContractClass
 from plugins.sdk.memory import MemoryManager
 from plugins.sdk.runner import ModelRunner
+from plugins.sdk.step_program import DecoderShape, DecoderWeights, StepProgram
 from plugins.sdk.versions import CONTRACT_VERSION
 
 if TYPE_CHECKING:  # its signatures hold torch tensors
@@ -84,6 +85,14 @@ class Backend(ContractClass, contract=True):
     @abc.abstractmethod
     def create_runner(self, context: RunnerContext) -> ModelRunner | None:
         """The plugin's own runner; None: the framework's runner on `operators`."""
+
+    def create_step_program(self, shape: DecoderShape, weights: DecoderWeights) -> StepProgram:
+        """The model as one program; called only where the plan chose one of the report's `step_programs`.
+
+        Raises:
+            MemoryError: the weights do not fit.
+        """
+        raise NotImplementedError(f"{type(self).__name__} reports step programs and creates none")
 
     @abc.abstractmethod
     def execute_runnable(self, runnable: Callable[[], T]) -> T:

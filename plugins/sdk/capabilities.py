@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chipmesh.device.v1alpha1 import plugin_pb2
+from plugins.sdk.step_program import StepProgramCapability
 
 
 class Coverage(enum.Enum):
@@ -89,6 +90,8 @@ class CapabilityReport:
     numeric_classes: Sequence[str] = ()
     collectives: Sequence[str] = ()
     links: Sequence[LinkCapability] = ()
+    step_programs: Sequence[StepProgramCapability] = ()
+    """Patterns of models that run as one program; read in the executor's process only, so not on the wire."""
 
     def __post_init__(self) -> None:
         if not self.chip:

@@ -14,9 +14,12 @@ from meshkit.errors import FailedPrecondition, InvalidArgument
 from plugins.sdk.capabilities import CapabilityReport, Coverage, OperatorCapability
 from plugins.sdk.catalogue import CATALOGUE, OpSpec, evaluate, holds, symbols_of
 from plugins.sdk.runner import OperatorDecision
+from plugins.sdk.step_program import DecoderShape, StepProgramCapability
 
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_MAX_RUNNING = 64
+_SAMPLERS = ("argmax", "sample")
+"""Beside a step program they choose tokens where penalties, bias or log-probabilities want a row's logits."""
 _KV_OPERATORS = ("write_kv", "attention_prefill", "attention_decode")
 _KV_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """Short names that users of `--kv-cache-dtype` know."""
@@ -71,12 +74,23 @@ class ExecutionPlan:
     max_running_requests: Choice
     quantization: Choice
     graph_capture: Choice
+    step_program: Choice
+    """The pattern that runs as one program of the plugin's; None: by operators."""
     operators: Sequence[OperatorDecision] = field(default=())
+
+    def served_by(self) -> list[OperatorDecision]:
+        """What serves the model: all operators, or the program and what chooses tokens beside it."""
+        if self.step_program.value is None:
+            return list(self.operators)
+        program = OperatorDecision(
+            f"{self.step_program.value}_step", "fused", self.step_program.reason, where="model"
+        )
+        return [program, *(each for each in self.operators if each.name in _SAMPLERS)]
 
     def to_json(self) -> dict[str, Any]:
         """For `chipmesh plan --json`."""
         settings = {name: asdict(value) for name, value in vars(self).items() if isinstance(value, Choice)}
-        operators = [decision_to_json(each) for each in self.operators]
+        operators = [decision_to_json(each) for each in self.served_by()]
         return {"chip": self.chip, "emulated": self.emulated, **settings, "operators": operators}
 
 
@@ -98,9 +112,14 @@ def decision_to_json(decision: OperatorDecision) -> dict[str, Any]:
 
 
 def plan_execution(
-    report: CapabilityReport, sites: Sequence[CallSite], request: PlanRequest
+    report: CapabilityReport,
+    sites: Sequence[CallSite],
+    request: PlanRequest,
+    *,
+    shape: DecoderShape | None = None,
 ) -> ExecutionPlan:
-    """Decide everything that the report decides.
+    """Decide everything that the report decides. shape: the model's, where it is of a pattern that programs
+    know.
 
     Raises:
         InvalidArgument: a dtype or page size that the chip does not offer; the field is named.
@@ -108,19 +127,24 @@ def plan_execution(
             the reference; (kv_cache_dtype) nothing converts to it.
     """
     dtype = choose_dtype(request.dtype, report)
+    kv_dtype = choose_kv_dtype(request.kv_cache_dtype, dtype.value, report)
     page_size = choose_page_size(request.page_size, report.page_sizes_tokens)
+    program = choose_step_program(
+        report, shape, dtype=dtype.value, kv_dtype=kv_dtype.value, quantization=request.quantization
+    )
     return ExecutionPlan(
         chip=report.chip,
         emulated=report.emulated,
         dtype=dtype,
         accumulation_dtype=Choice(report.accumulation_dtype, "as the chip reports"),
-        kv_cache_dtype=choose_kv_dtype(request.kv_cache_dtype, dtype.value, report),
-        kv_layout=Choice(report.kv_layout, "the order that the chip's attention reads"),
+        kv_cache_dtype=kv_dtype,
+        kv_layout=_kv_layout(report, program),
         page_size=page_size,
         chunk_tokens=choose_chunk(request.chunk_tokens, report.preferred_chunk_tokens),
         max_running_requests=choose_window(request.max_running_requests, report.preferred_batch_size),
         quantization=_quantization(request.quantization, report),
         graph_capture=_graph_capture(report),
+        step_program=program,
         operators=plan_operators(
             report.operators, sites, dtype=dtype.value, page_size=page_size.value, strict=request.strict
         ),
@@ -237,6 +261,42 @@ def choose_window(requested: int | None, preferred: int) -> Choice:
     return Choice(DEFAULT_MAX_RUNNING, "the default; the chip has no preference")
 
 
+def choose_step_program(
+    report: CapabilityReport, shape: DecoderShape | None, *, dtype: str, kv_dtype: str, quantization: str
+) -> Choice:
+    """The pattern whose program serves the model, else None and what stands in the way."""
+    if not report.step_programs:
+        return Choice(None, "the chip has no step programs: by operators")
+    if shape is None:
+        return Choice(None, "the model is of no pattern that step programs know: by operators")
+    entry = next((each for each in report.step_programs if each.pattern == shape.pattern), None)
+    if entry is None:
+        return Choice(None, f"the chip has no program for models of pattern {shape.pattern}: by operators")
+    obstacle = _program_obstacle(entry, shape, dtype, kv_dtype, quantization)
+    if obstacle:
+        return Choice(None, f"{obstacle}: by operators")
+    return Choice(shape.pattern, f"the whole step is one call of the plugin's ({entry.implementation})")
+
+
+def _program_obstacle(
+    entry: StepProgramCapability, shape: DecoderShape, dtype: str, kv_dtype: str, quantization: str
+) -> str:
+    if entry.reason:
+        return entry.reason
+    if dtype not in entry.dtypes:
+        return f"the program computes in {', '.join(entry.dtypes)}, not {dtype}"
+    if kv_dtype not in entry.kv_cache_dtypes:
+        return f"the program caches in {', '.join(entry.kv_cache_dtypes)}, not {kv_dtype}"
+    if quantization:
+        return f"the program has no products over {quantization} weights"
+    symbols = shape.symbols()
+    for constraint in entry.constraints:
+        if not holds(constraint, symbols):
+            seen = _in_words({each: symbols[each] for each in sorted(symbols_of(constraint))})
+            return f"the program takes {constraint} only, and here {seen}"
+    return ""
+
+
 def _quantization(asked: str, report: CapabilityReport) -> Choice:
     if not asked:
         return Choice("", "not asked for")
@@ -246,6 +306,13 @@ def _quantization(asked: str, report: CapabilityReport) -> Choice:
     return Choice(
         asked, "as asked; the chip has no products over such weights: the reference saves memory only"
     )
+
+
+def _kv_layout(report: CapabilityReport, program: Choice) -> Choice:
+    for entry in report.step_programs:
+        if entry.pattern == program.value:
+            return Choice(entry.kv_layout, "the order that the program's attention reads")
+    return Choice(report.kv_layout, "the order that the chip's attention reads")
 
 
 def _graph_capture(report: CapabilityReport) -> Choice:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from plugins.sdk.capabilities import CapabilityReport, Coverage, OperatorCapability
 from plugins.sdk.catalogue import CATALOGUE
-from plugins.sdk.op_spec import UNIT_ROUNDOFF, OpSpec, holds
+from plugins.sdk.op_spec import UNIT_ROUNDOFF, OpSpec, holds, symbols_of
+from plugins.sdk.step_program import PATTERNS, SYMBOLS
 from plugins.sdk.tensors import DTYPE_BYTES
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
@@ -45,6 +46,7 @@ def find_contradictions(report: CapabilityReport, *, device_count: int | None = 
         *find_in_precisions(report),
         *find_in_sizes(report, device_count=device_count),
         *find_in_operators(report),
+        *find_in_programs(report),
         *find_in_collectives(report),
     ]
 
@@ -108,6 +110,29 @@ def find_in_operators(report: CapabilityReport) -> list[str]:
             continue
         found += [f"{entry.name}: {each}" for each in _in_entry(entry, spec, report)]
     return found
+
+
+def find_in_programs(report: CapabilityReport) -> list[str]:
+    """Patterns, dtypes and constraints of step programs."""
+    found = _in_names("step_programs", [entry.pattern for entry in report.step_programs], PATTERNS)
+    for entry in report.step_programs:
+        if entry.reason:
+            continue
+        where = f"step program {entry.pattern}"
+        found += _in_names(f"{where}: dtypes", entry.dtypes, report.compute_dtypes)
+        found += _in_names(f"{where}: kv_cache_dtypes", entry.kv_cache_dtypes, report.kv_cache_dtypes)
+        if not entry.kv_layout:
+            found.append(f"{where} names no kv_layout")
+        found += [f"{where}: {each}" for text in entry.constraints for each in _in_program_constraint(text)]
+    return found
+
+
+def _in_program_constraint(text: str) -> list[str]:
+    try:
+        strangers = sorted(symbols_of(text) - SYMBOLS)
+    except ValueError as error:
+        return [str(error)]
+    return [f"constraint {text!r} names {', '.join(strangers)}"] if strangers else []
 
 
 def find_in_collectives(report: CapabilityReport) -> list[str]:

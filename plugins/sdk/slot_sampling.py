@@ -17,6 +17,7 @@ from plugins.sdk.operator_table import OperatorBinder
 from plugins.sdk.reference import sampling
 from plugins.sdk.reference.philox import uniforms
 from plugins.sdk.runner import FloatArray, IntArray, RowFailure, SamplingSettings, SlotAdmission
+from plugins.sdk.step_program import DrawSettings
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -82,6 +83,15 @@ class SlotSampling:
         self._output_count = np.zeros(max_slots, dtype=np.int64)
         self._logprobs = np.zeros(max_slots, dtype=np.bool_)
         self._shaped = np.zeros(max_slots, dtype=np.bool_)
+        self._draws = DrawSettings(
+            temperature=self._temperature,
+            top_k=self._top_k,
+            top_p=self._top_p,
+            min_p=self._min_p,
+            seed=self._seed,
+            choice=self._choice,
+            output_index=self._output_count,
+        )
         self._settings: dict[int, SamplingSettings] = {}
         self._histories: dict[int, _History] = {}
 
@@ -132,6 +142,23 @@ class SlotSampling:
             self._remember(slots, token_ids)
         logprobs = self._token_logprobs(logits, slots, chosen)
         return Sampled(slots, token_ids.astype(np.int32), logprobs, failures)
+
+    def draws(self, slots: IntArray) -> DrawSettings | None:
+        """What a step program chooses tokens by; None where a slot's logits are shaped or read first."""
+        if (self._shaped[slots] | self._logprobs[slots]).any():
+            return None
+        return self._draws
+
+    def take(self, slots: IntArray, token_ids: IntArray) -> Sampled:
+        """Keep what a step program chose by `draws(slots)`, -1 where it could not: as `sample` does."""
+        failures: list[RowFailure] = []
+        good = token_ids >= 0
+        if not good.all():
+            failures = [_non_finite(int(slot)) for slot in slots[~good]]
+            slots, token_ids = slots[good], token_ids[good]
+        self.last_tokens[slots] = token_ids
+        self._output_count[slots] += 1
+        return Sampled(slots, token_ids, None, failures)
 
     def _choose(self, logits: Tensor, slots: IntArray, operators: Samplers) -> Tensor:
         """int64 [r]."""

@@ -1,0 +1,328 @@
+#include "step.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace chipmesh {
+
+namespace {
+
+constexpr std::int64_t kFewRows = 4;  // so many rows each thread normalises for itself: less than a wait costs
+constexpr std::int64_t kPiecesPerThread = 8;
+
+void grow(std::vector<float>& memory, std::int64_t size) {
+    if (static_cast<std::int64_t>(memory.size()) < size) memory.resize(size);
+}
+
+// Where value 0 of a row lies among rows in blocks; value i is i * step further.
+struct Place {
+    float* first;
+    std::int64_t step;
+};
+
+Place place_of(float* rows, const Blocks& blocks, std::int64_t inner, std::int64_t row) {
+    const std::int64_t block = blocks.holding(row), first = blocks.first(block);
+    return {rows + first * inner + (row - first), blocks.size(block)};
+}
+
+void add_bias(float* sums, int rows, const float* bias, std::int64_t columns) {
+    for (int r = 0; r < rows; ++r)
+        for (std::int64_t i = 0; i < columns; ++i) sums[r * kPanel + i] += bias[i];
+}
+
+// A product's result for one block of rows and one panel of columns: sums [rows][32], `columns` of them real.
+struct Tile {
+    std::int64_t row;
+    int rows;
+    std::int64_t column, columns;
+    const float* sums;
+};
+
+void copy_tile(const Tile& t, float* to, std::int64_t stride) {
+    for (int r = 0; r < t.rows; ++r)
+        std::memcpy(to + (t.row + r) * stride + t.column, t.sums + r * kPanel, t.columns * sizeof(float));
+}
+
+}  // namespace
+
+bool Step::run(const StepArguments& arguments) {
+    team_.settle();
+    at_ = arguments;
+    if (!is_sound()) return false;
+    blocks_ = Blocks::of(at_.tokens, kernels_.max_rows);
+    head_blocks_ = Blocks::of(at_.sampled, kernels_.max_rows);
+    make_room();
+    phase_begun_ = std::chrono::steady_clock::now();
+    team_.run(job_);
+    return true;
+}
+
+// What the executor has checked already must not become a crash.
+bool Step::is_sound() const {
+    const Sizes& s = model_.sizes;
+    const auto inside = [](std::int64_t value, std::int64_t size) { return value >= 0 && value < size; };
+    for (std::int64_t i = 0; i < at_.sampled; ++i)
+        if (!inside(at_.sampled_rows[i], at_.tokens)) return false;
+    for (std::int64_t i = 0; i < at_.tokens; ++i) {
+        const std::int64_t position = at_.positions[i], page = position / at_.page_size;
+        if (!inside(at_.token_ids[i], s.vocab) || !inside(position, s.context) || !inside(page, at_.table_width)) return false;
+        // The last token of a sequence's run reads the pages of all others of it.
+        if (i + 1 < at_.tokens && at_.sequences[i + 1] == at_.sequences[i]) continue;
+        for (std::int64_t p = 0; p <= page; ++p)
+            if (!inside(at_.tables[at_.sequences[i] * at_.table_width + p], at_.page_count)) return false;
+    }
+    return true;
+}
+
+void Step::make_room() {
+    const Sizes& s = model_.sizes;
+    longest_ = 0;
+    alone_ = true;
+    for (std::int64_t i = 0; i < at_.tokens; ++i) {
+        longest_ = std::max<std::int64_t>(longest_, at_.positions[i] + 1);
+        alone_ = alone_ && (i == 0 || at_.sequences[i] != at_.sequences[i - 1]);
+    }
+    const std::int64_t splits = (longest_ + kSplit - 1) / kSplit, group = s.heads / s.kv_heads;
+    spread_ = splits > 1 && at_.tokens * s.kv_heads < kPiecesPerThread * team_.size();
+    const std::int64_t partial = group * (2 + s.head_size);
+    grow(residual_, at_.tokens * s.hidden);
+    grow(normed_, at_.tokens * s.hidden);
+    grow(qkv_, at_.tokens * s.qkv());
+    grow(attended_, at_.tokens * s.query());
+    grow(inner_, at_.tokens * s.inner);
+    grow(sampled_rows_, at_.sampled * s.hidden);
+    if (spread_) grow(partials_, at_.tokens * s.kv_heads * splits * partial);
+    locals_.resize(team_.size());
+    for (Local& own : locals_) {
+        grow(own.normed, kFewRows * s.hidden);
+        grow(own.tile, (kGroupRows + kernels_.max_rows) * kPanel);
+        grow(own.scratch, kScratch);
+        grow(own.partials, 2 * partial);
+    }
+}
+
+// The first thread keeps the time.
+void Step::ended(const Walk& walk, Phase phase) {
+    if (walk.thread() != 0) return;
+    const auto now = std::chrono::steady_clock::now();
+    profile_[phase] += std::chrono::duration<double>(now - phase_begun_).count();
+    phase_begun_ = now;
+}
+
+std::array<double, kPhases> Step::take_profile() {
+    const auto taken = profile_;
+    profile_.fill(0.0);
+    return taken;
+}
+
+void Step::work(Walk& walk) {
+    const Sizes& s = model_.sizes;
+    const auto add = [&](const Tile& t) {
+        for (int r = 0; r < t.rows; ++r) {
+            float* sums = residual_.data() + (t.row + r) * s.hidden + t.column;
+            for (std::int64_t i = 0; i < t.columns; ++i) sums[i] += t.sums[r * kPanel + i];
+        }
+    };
+    embed(walk);
+    for (std::int64_t l = 0; l < s.layers; ++l) {
+        const Layer& layer = model_.layers[l];
+        const float* a = normalise(walk, layer.input_norm, residual_.data(), blocks_);
+        multiply(walk, kQkvProduct, layer.qkv, a, blocks_, [&](const Tile& t) { copy_tile(t, qkv_.data(), s.qkv()); });
+        attend(walk, l);
+        multiply(walk, kOutProduct, layer.out, attended_.data(), blocks_, add);
+        a = normalise(walk, layer.post_norm, residual_.data(), blocks_);
+        multiply(walk, kGateUpProduct, layer.gate_up, a, blocks_, [&](const Tile& t) {
+            kernels_.silu_mul(t.sums, t.rows, inner_.data() + t.row * s.inner + t.column / 2 * t.rows);
+        });
+        multiply(walk, kDownProduct, layer.down, inner_.data(), blocks_, add);
+    }
+    if (at_.sampled == 0) return;
+    gather_sampled(walk);
+    const float* a = normalise(walk, model_.final_norm, sampled_rows_.data(), head_blocks_);
+    multiply(walk, kHeadProduct, model_.head, a, head_blocks_, [&](const Tile& t) { copy_tile(t, at_.logits, s.vocab); });
+    if (at_.sampled_slots != nullptr) sample(walk);
+}
+
+void Step::embed(Walk& walk) {
+    const std::int64_t hidden = model_.sizes.hidden, bytes = row_bytes(model_.embedding_encoding, hidden);
+    walk.each(at_.tokens, [&](std::int64_t row) {
+        kernels_.decode_row(model_.embedding_encoding, model_.embedding.data() + at_.token_ids[row] * bytes, hidden,
+                            residual_.data() + row * hidden);
+    });
+    ended(walk, kEmbed);
+}
+
+void Step::gather_sampled(Walk& walk) {
+    const std::int64_t hidden = model_.sizes.hidden;
+    walk.each(at_.sampled, [&](std::int64_t row) {
+        std::memcpy(sampled_rows_.data() + row * hidden, residual_.data() + at_.sampled_rows[row] * hidden,
+                    hidden * sizeof(float));
+    });
+}
+
+const float* Step::normalise(Walk& walk, const std::vector<float>& weight, const float* rows, const Blocks& blocks) {
+    const std::int64_t hidden = model_.sizes.hidden;
+    const auto one = [&](float* to, std::int64_t row) {
+        const Place place = place_of(to, blocks, hidden, row);
+        kernels_.rms_norm(rows + row * hidden, weight.data(), model_.sizes.eps, hidden, place.first, place.step);
+    };
+    if (blocks.rows <= kFewRows) {
+        float* own = locals_[walk.thread()].normed.data();
+        // What a late thread made of rows that have changed would go into no product.
+        for (std::int64_t row = 0; row < blocks.rows && !walk.late(); ++row) one(own, row);
+        return own;
+    }
+    // By blocks: rows of one block share their cache lines.
+    walk.each(blocks.count, [&](std::int64_t block) {
+        for (std::int64_t row = blocks.first(block); row < blocks.first(block + 1); ++row) one(normed_.data(), row);
+    });
+    ended(walk, kNorm);
+    return normed_.data();
+}
+
+template <class Finish>
+void Step::multiply(Walk& walk, Phase phase, const Matrix& matrix, const float* a, const Blocks& blocks,
+                    const Finish& finish) {
+    const std::int64_t per_group = std::max<std::int64_t>(kGroupRows / kernels_.max_rows, 1);
+    const std::int64_t groups = (blocks.count + per_group - 1) / per_group, pieces = matrix.panels * groups;
+    Local& own = locals_[walk.thread()];
+    walk.each(pieces, [&](std::int64_t piece) {
+        const std::int64_t panel = piece / groups, from = piece % groups * per_group;
+        const std::int64_t to = std::min(from + per_group, blocks.count);
+        float* sums = own.tile.data();
+        kernels_.multiply(a, blocks, from, to, matrix.inner, matrix.encoding, matrix.panel(panel), sums, own.scratch.data());
+        const std::int64_t column = panel * kPanel, columns = std::min<std::int64_t>(kPanel, matrix.outputs - column);
+        for (std::int64_t block = from; block < to; sums += blocks.size(block) * kPanel, ++block) {
+            if (!matrix.bias.empty()) add_bias(sums, blocks.size(block), matrix.bias.data() + column, columns);
+            finish(Tile{blocks.first(block), blocks.size(block), column, columns, sums});
+        }
+    });
+    ended(walk, phase);
+}
+
+// Part 0 (keys) or 1 (values) of a layer: head `group` of page 0.
+float* Step::cache_of(std::int64_t layer, int part, std::int64_t group) const {
+    const std::int64_t head = at_.page_size * model_.sizes.head_size;
+    return at_.cache + (2 * layer + part) * at_.page_count * page_stride() + group * head;
+}
+
+std::int64_t Step::page_stride() const { return at_.page_size * model_.sizes.kv_heads * model_.sizes.head_size; }
+
+void Step::rotate_and_write(std::int64_t layer, std::int64_t row, std::int64_t group) {
+    const Sizes& s = model_.sizes;
+    const std::int64_t per_group = s.heads / s.kv_heads, size = s.head_size;
+    const float* angles = model_.cos_sin.data() + at_.positions[row] * size;
+    float* heads = qkv_.data() + row * s.qkv();
+    for (std::int64_t h = 0; h < per_group; ++h)
+        kernels_.rotate(heads + (group * per_group + h) * size, angles, static_cast<int>(size));
+    float* key = heads + (s.heads + group) * size;
+    kernels_.rotate(key, angles, static_cast<int>(size));
+    const std::int64_t position = at_.positions[row], offset = position % at_.page_size;
+    const std::int64_t page = at_.tables[at_.sequences[row] * at_.table_width + position / at_.page_size] * page_stride();
+    float* keys = cache_of(layer, 0, group) + page + offset;
+    for (std::int64_t i = 0; i < size; ++i) keys[i * at_.page_size] = key[i];
+    std::memcpy(cache_of(layer, 1, group) + page + offset * size, key + s.kv_heads * size, size * sizeof(float));
+}
+
+Attention Step::attention_of(std::int64_t layer, std::int64_t row, std::int64_t group) const {
+    const Sizes& s = model_.sizes;
+    const std::int64_t per_group = s.heads / s.kv_heads, size = s.head_size;
+    Attention made{};
+    made.query = qkv_.data() + row * s.qkv() + group * per_group * size;
+    made.keys = cache_of(layer, 0, group);
+    made.values = cache_of(layer, 1, group);
+    made.pages = at_.tables + at_.sequences[row] * at_.table_width;
+    made.page_size = at_.page_size;
+    made.page_stride = page_stride();
+    made.heads = static_cast<int>(per_group);
+    made.size = static_cast<int>(size);
+    made.scale = s.scale;
+    made.fetch = alone_;
+    return made;
+}
+
+Partial Step::partial_at(float* memory) const {
+    const std::int64_t per_group = model_.sizes.heads / model_.sizes.kv_heads;
+    return {memory, memory + per_group, memory + 2 * per_group};
+}
+
+void Step::finish_attention(const Partial& total, std::int64_t row, std::int64_t group) {
+    const Sizes& s = model_.sizes;
+    const std::int64_t per_group = s.heads / s.kv_heads;
+    const Place to = place_of(attended_.data(), blocks_, s.query(), row);
+    for (std::int64_t h = 0; h < per_group; ++h) {
+        const float share = 1.0f / total.weight[h];
+        float* out = to.first + (group * per_group + h) * s.head_size * to.step;
+        for (std::int64_t i = 0; i < s.head_size; ++i) out[i * to.step] = total.values[h * s.head_size + i] * share;
+    }
+}
+
+void Step::attend(Walk& walk, std::int64_t layer) {
+    const std::int64_t groups = model_.sizes.kv_heads, tokens = at_.tokens, pieces = tokens * groups;
+    // Where no token attends to another of this step, positions, writing and attention are one phase.
+    const bool together = alone_ && !spread_;
+    if (!together) walk.each(pieces, [&](std::int64_t piece) { rotate_and_write(layer, piece / groups, piece % groups); });
+    const auto attend_to = [&](std::int64_t row, std::int64_t group) {
+        if (together) rotate_and_write(layer, row, group);
+        attend_row(locals_[walk.thread()], layer, row, group);
+    };
+    if (spread_) {
+        attend_in_splits(walk, layer);
+    } else if (tokens < kPiecesPerThread * team_.size()) {
+        walk.each(pieces, 1, [&](std::int64_t piece) { attend_to(piece / groups, piece % groups); });
+    } else {
+        // The longest first: a chunk's last tokens have most to read. Several at a time: rows of one block share
+        // their cache lines.
+        walk.each(tokens, kernels_.max_rows, [&](std::int64_t piece) {
+            for (std::int64_t group = 0; group < groups; ++group) attend_to(tokens - 1 - piece, group);
+        });
+    }
+    ended(walk, kAttend);
+}
+
+void Step::attend_row(Local& own, std::int64_t layer, std::int64_t row, std::int64_t group) {
+    const Attention attention = attention_of(layer, row, group);
+    const std::int64_t length = at_.positions[row] + 1, partial = attention.heads * (2 + model_.sizes.head_size);
+    const Partial total = partial_at(own.partials.data()), next = partial_at(own.partials.data() + partial);
+    kernels_.attend(attention, 0, std::min<std::int64_t>(kSplit, length), total);
+    for (std::int64_t first = kSplit; first < length; first += kSplit) {
+        kernels_.attend(attention, first, std::min(first + kSplit, length), next);
+        kernels_.merge(total, next, attention.heads, attention.size);
+    }
+    finish_attention(total, row, group);
+}
+
+void Step::attend_in_splits(Walk& walk, std::int64_t layer) {
+    const Sizes& s = model_.sizes;
+    const std::int64_t splits = (longest_ + kSplit - 1) / kSplit, per_group = s.heads / s.kv_heads;
+    const std::int64_t partial = per_group * (2 + s.head_size), pieces = at_.tokens * s.kv_heads;
+    walk.each(pieces * splits, [&](std::int64_t piece) {
+        const std::int64_t row = piece / splits / s.kv_heads, group = piece / splits % s.kv_heads;
+        const std::int64_t first = piece % splits * kSplit, length = at_.positions[row] + 1;
+        if (first < length)
+            kernels_.attend(attention_of(layer, row, group), first, std::min(first + kSplit, length),
+                            partial_at(partials_.data() + piece * partial));
+    });
+    walk.each(pieces, [&](std::int64_t piece) {
+        const std::int64_t row = piece / s.kv_heads, length = at_.positions[row] + 1;
+        float* memory = partials_.data() + piece * splits * partial;
+        for (std::int64_t split = 1; split * kSplit < length; ++split)
+            kernels_.merge(partial_at(memory), partial_at(memory + split * partial), static_cast<int>(per_group),
+                           static_cast<int>(s.head_size));
+        finish_attention(partial_at(memory), row, piece % s.kv_heads);
+    });
+}
+
+void Step::sample(Walk& walk) {
+    const std::int64_t vocab = model_.sizes.vocab;
+    walk.each(at_.sampled, 1, [&](std::int64_t row) {
+        const float* logits = at_.logits + row * vocab;
+        const std::int64_t top = kernels_.argmax(logits, vocab);
+        const SamplingRow settings = at_.settings.of(at_.sampled_slots[row]);
+        const bool greedy = top < 0 || settings.temperature == 0.0f;
+        at_.chosen[row] = static_cast<std::int32_t>(greedy ? top : draw(kernels_, logits, vocab, top, settings));
+    });
+    ended(walk, kSample);
+}
+
+}  // namespace chipmesh

@@ -1,0 +1,84 @@
+// One forward pass over the tokens of a step, all phases of it, by a team of threads.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "model.h"
+#include "sampling.h"
+#include "threads.h"
+
+namespace chipmesh {
+
+// Filled in by the caller; field for field as in plugins/cpu/native/library.py.
+struct StepArguments {
+    std::int64_t tokens;              // decode rows and the tokens of prefill rows
+    const std::int32_t* token_ids;    // [tokens]
+    const std::int32_t* positions;    // [tokens]
+    const std::int32_t* sequences;    // [tokens]: row of `tables`
+    const std::int32_t* tables;       // [sequences][table_width]: pages
+    std::int64_t table_width;
+    float* cache;                     // [layers][2][pages][kv heads][page_size x head size], see Attention
+    std::int64_t page_count, page_size;
+    std::int64_t sampled;             // rows that get logits
+    const std::int32_t* sampled_rows; // [sampled]: index among the tokens
+    float* logits;                    // [sampled][vocab]
+    const std::int32_t* sampled_slots; // [sampled]: slot in `settings`, or nullptr: logits only
+    SlotSettings settings;
+    std::int32_t* chosen;             // [sampled]: token, or -1 where a logit is not finite
+};
+
+// What a step's time goes to; the names are in library.py.
+enum Phase { kEmbed, kNorm, kQkvProduct, kAttend, kOutProduct, kGateUpProduct, kDownProduct, kHeadProduct, kSample, kPhases };
+
+class Step {
+  public:
+    Step(const Model& model, const Kernels& kernels, Team& team)
+        : model_(model), kernels_(kernels), team_(team), job_([this](Walk& walk) { work(walk); }) {}
+    // False, and nothing has happened, where an argument points outside the model or its cache.
+    bool run(const StepArguments& arguments);
+    // Seconds of each phase, waiting for the team included, since the last call.
+    std::array<double, kPhases> take_profile();
+
+  private:
+    struct Local {
+        std::vector<float> normed, tile, scratch, partials;
+    };
+    bool is_sound() const;
+    void make_room();
+    void work(Walk& walk);
+    void ended(const Walk& walk, Phase phase);
+    void embed(Walk& walk);
+    void gather_sampled(Walk& walk);
+    const float* normalise(Walk& walk, const std::vector<float>& weight, const float* rows, const Blocks& blocks);
+    template <class Finish>
+    void multiply(Walk& walk, Phase phase, const Matrix& matrix, const float* a, const Blocks& blocks, const Finish& finish);
+    void attend(Walk& walk, std::int64_t layer);
+    void attend_row(Local& own, std::int64_t layer, std::int64_t row, std::int64_t group);
+    void attend_in_splits(Walk& walk, std::int64_t layer);
+    void finish_attention(const Partial& total, std::int64_t row, std::int64_t group);
+    void rotate_and_write(std::int64_t layer, std::int64_t row, std::int64_t group);
+    Attention attention_of(std::int64_t layer, std::int64_t row, std::int64_t group) const;
+    Partial partial_at(float* memory) const;
+    float* cache_of(std::int64_t layer, int part, std::int64_t group) const;
+    std::int64_t page_stride() const;
+    void sample(Walk& walk);
+
+    const Model& model_;
+    const Kernels& kernels_;
+    Team& team_;
+    const Team::Job job_;
+    StepArguments at_{};
+    Blocks blocks_{}, head_blocks_{};
+    bool alone_ = false;   // every token is of a sequence of its own: it attends to no other token of this step
+    bool spread_ = false;  // few tokens with long contexts: their splits are shared out
+    std::int64_t longest_ = 0;
+    std::chrono::steady_clock::time_point phase_begun_;
+    std::array<double, kPhases> profile_{};
+    std::vector<Local> locals_;
+    std::vector<float> residual_, normed_, qkv_, attended_, inner_, partials_, sampled_rows_;
+};
+
+}  // namespace chipmesh

@@ -1,0 +1,71 @@
+"""SmolLM2's GGUF as stored against its weights decoded to float32: the same bits, so the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from meshkit.errors import InvalidArgument
+from meshkit.modelstore import ModelFolder, default_cache_dir, open_model
+from plugins.cpu.native.library import ENCODINGS
+from plugins.cpu.native.loading import load_kernel
+from plugins.cpu.step_program import CpuStepProgram
+from plugins.sdk.runner import FloatArray
+from plugins.sdk.step_program import ProgramInputs
+from tests.support.golden import load_golden
+from worker_svc.program_runs import DecoderReader, describe_shape
+from worker_svc.weights import WeightReader
+
+PAGES = 32
+PAGE = 16
+
+
+@pytest.fixture(scope="module")
+def folder() -> ModelFolder:
+    try:
+        return open_model("smollm2-135m", cache_dir=default_cache_dir())
+    except InvalidArgument as error:
+        pytest.skip(f"{error.message} (scripts/test.sh does so)")
+
+
+def logits_of_all(folder: ModelFolder, encodings: Sequence[str], tokens: Sequence[int]) -> FloatArray:
+    """Logits of every token of one sequence."""
+    library = load_kernel().library
+    assert library is not None
+    assert folder.weights is not None
+    shape = describe_shape("LlamaForCausalLM", folder.config, vocab_size=folder.vocab_size)
+    assert shape is not None
+    reader = DecoderReader(
+        WeightReader(folder.weights), folder.config, encodings=encodings, progress=lambda share: None
+    )
+    program = CpuStepProgram(library, shape, reader.read(), threads=2)
+    cache = torch.zeros(shape.layers, 2, PAGES, PAGE, shape.kv_heads, shape.head_dim)
+    program.attach_cache(cache, page_count=PAGES, page_size=PAGE)
+    count = len(tokens)
+    outputs = program.run(
+        ProgramInputs(
+            token_ids=np.array(tokens, dtype=np.int32),
+            positions=np.arange(count, dtype=np.int32),
+            sequences=np.zeros(count, dtype=np.int32),
+            tables=np.random.default_rng(1).permutation(PAGES).astype(np.int32)[None],
+            sampled_rows=np.arange(count, dtype=np.int32),
+            sampled_slots=np.arange(count, dtype=np.int32),
+            draws=None,
+        )
+    )
+    logits: FloatArray = outputs.logits.copy()
+    return logits
+
+
+def test_weights_as_stored_give_the_bits_of_float32(folder: ModelFolder) -> None:
+    golden = max(load_golden(), key=lambda each: len(each.prompt_token_ids))
+    tokens = golden.prompt_token_ids + golden.token_ids
+    stored = logits_of_all(folder, ENCODINGS, tokens)
+    plain = logits_of_all(folder, ("F32",), tokens)
+    assert np.isfinite(stored).all()
+    assert stored.tobytes() == plain.tobytes()
+    continued = stored[len(golden.prompt_token_ids) - 1 : -1].argmax(axis=-1)
+    golden.check(continued.tolist(), where="as stored")
