@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.report import describe_run, refuse_busy_machine
+from benchmarks.report import describe_run, run_command
 from plugins.cpu.native.library import ENCODINGS, StepLibrary
 from plugins.cpu.native.loading import load_kernel
 from plugins.cpu.step_program import CpuStepProgram
@@ -205,16 +204,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, help="default: torch's, which follows OMP_NUM_THREADS")
     parser.add_argument("--kernel", default="", help="instruction set; default: the best of this processor")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--even-if-busy", action="store_true", help="measure although the machine is busy")
-    arguments = parser.parse_args(words)
-    if not arguments.even_if_busy:
-        refuse_busy_machine()
-    report = run(arguments)
-    if arguments.json:
-        print(json.dumps(report, indent=2))
-    else:
-        print_table(report)
+    run_command(parser, run, print_table, words)
 
 
 if __name__ == "__main__":

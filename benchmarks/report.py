@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,25 @@ def refuse_busy_machine() -> None:
         raise SystemExit(
             f"load {load:.2f} on {cores} cores: figures would mean little; wait, or pass --even-if-busy"
         )
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], dict[str, Any]],
+    print_table: Callable[[dict[str, Any]], None],
+    words: Sequence[str] | None = None,
+) -> None:
+    """Parse `words` (None: of the process) with the flags that all benchmarks have, run, print."""
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.add_argument("--even-if-busy", action="store_true", help="measure although the machine is busy")
+    arguments = parser.parse_args(words)
+    if not arguments.even_if_busy:
+        refuse_busy_machine()
+    report = run(arguments)
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_table(report)
 
 
 def describe_run() -> dict[str, Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -30,7 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.report import describe_run, percentile, refuse_busy_machine
+from benchmarks.report import describe_run, percentile, run_command
 from benchmarks.vllm import VLLM_FOLDER, Vllm, install_vllm, start_vllm
 from chipmesh.device.v1alpha1 import execution_pb2, sampling_pb2
 from scheduler_svc.core.batcher import Batcher
@@ -198,6 +197,8 @@ Rounds = dict[str, list[Figures]]
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All loads, each `rounds` times; the figures of the round whose median is the middle one."""
+    if arguments.install_vllm:
+        install_vllm(arguments.vllm)
     with start_vllm(arguments.vllm) as vllm:
         if isinstance(vllm, str):
             print(f"vLLM is skipped: {vllm}", file=sys.stderr)
@@ -336,24 +337,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     parser.add_argument("--page-size", type=int, nargs="+", default=[16, 1])
     parser.add_argument("--rounds", type=int, default=3, help="times that each load is set up and measured")
     parser.add_argument("--steps", type=int, default=300, help="steps of a round")
     parser.add_argument("--vllm", type=Path, default=VLLM_FOLDER, help="environment that vLLM is in")
     parser.add_argument("--install-vllm", action="store_true", help="make it first, with venv and pip")
     parser.add_argument("--vllm-steps", type=int, default=100, help="steps of a round of vLLM's")
-    parser.add_argument("--even-if-busy", action="store_true", help="measure although the machine is busy")
-    arguments = parser.parse_args()
-    if arguments.install_vllm:
-        install_vllm(arguments.vllm)
-    if not arguments.even_if_busy:
-        refuse_busy_machine()
-    report = run(arguments)
-    if arguments.json:
-        print(json.dumps(report, indent=2))
-    else:
-        print_table(report)
+    run_command(parser, run, print_table)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Quality: perplexity over the tests' texts, and greedy agreement with the referen
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.kernels import measure_limits, open_library
-from benchmarks.report import describe_run, refuse_busy_machine
+from benchmarks.report import describe_run, run_command
 from plugins.cpu.step_program import CpuStepProgram
 from plugins.sdk.registry import load_backend
 from plugins.sdk.runner import (
@@ -298,16 +297,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--quality", action="store_true", help="perplexity and greedy agreement too (minutes)"
     )
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--even-if-busy", action="store_true", help="measure although the machine is busy")
-    arguments = parser.parse_args(words)
-    if not arguments.even_if_busy:
-        refuse_busy_machine()
-    report = run(arguments)
-    if arguments.json:
-        print(json.dumps(report, indent=2))
-    else:
-        print_table(report)
+    run_command(parser, run, print_table, words)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class CpuStepProgram(StepProgram):
         )
         self._program = library.create(ctypes.byref(sizes), self._kernels, threads)
         if self._program is None:
-            raise MemoryError("the step kernel cannot be created")
+            raise MemoryError(f"the step kernel gets no memory, or not its {threads} threads")
         self._free = weakref.finalize(self, library.destroy, self._program)
         self._arguments = StepArguments()
         self._cache: Any = None

@@ -267,7 +267,6 @@ def check_versions(facts: Facts) -> Verdict:
         if version != usual
     ]
     contracts = {each.target.executor_name: each.contract for each in facts.executors if each.contract}
-    contracts |= {each.target.name: each.contract for each in facts.services if each.contract}
     wanted = _most_common(list(contracts.values()))
     findings += [
         fault(name, f"speaks contract version {version}; others speak {wanted}", mend)

@@ -110,7 +110,7 @@ class ServiceFacts:
     """What a service answered.
 
     grpc_health: SERVING, NOT_SERVING, ..., or None with `grpc_error`. http_serving: None where it was not
-    asked or did not answer (`http_error`). parts: of /health. version, contract: as it reports them.
+    asked or did not answer (`http_error`). parts: of /health. version: as it reports it.
     counters: metrics by name, summed over their labels. keepalive_lost: an idle connection with our client's
     settings was ended by the other side; None: none could be held.
     """
@@ -122,7 +122,6 @@ class ServiceFacts:
     http_error: str | None = None
     parts: Mapping[str, str] = field(default_factory=dict)
     version: str | None = None
-    contract: str | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
     clock: ClockFacts | None = None
     lag: LagFacts | None = None

@@ -171,7 +171,7 @@ def read_samples(page: Page | None) -> dict[str, float]:
     return sums
 
 
-KEPT = ("le", "version", "contract")
+KEPT = ("le", "version")
 
 
 def _key(name: str, labels: Mapping[str, str]) -> str:
@@ -196,8 +196,7 @@ def _with_http(
         clock=narrowed(first.clock if first else None, health.clock),
         counters=after,
         lag=_lag(before, after),
-        version=_label_of(after, "version"),
-        contract=_label_of(after, "contract"),
+        version=_version(after),
     )
 
 
@@ -223,11 +222,7 @@ def _lag(first: Mapping[str, float], second: Mapping[str, float]) -> LagFacts | 
     return LagFacts(wakeups, wakeups - grown(bucket % LATE), wakeups - grown(bucket % VERY_LATE))
 
 
-def _label_of(samples: Iterable[str], label: str) -> str | None:
-    """Of chipmesh_build_info; None where a service has no such metric."""
-    for key in samples:
-        name, _, labels = key.partition("{")
-        if name == "chipmesh_build_info":
-            pairs = dict(pair.partition("=")[::2] for pair in labels.rstrip("}").split(","))
-            return pairs.get(label)
-    return None
+def _version(samples: Iterable[str]) -> str | None:
+    """Of chipmesh_build_info; None where a service has no such metric, as before it had one."""
+    prefix = "chipmesh_build_info{version="
+    return next((key.removeprefix(prefix).rstrip("}") for key in samples if key.startswith(prefix)), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -241,3 +243,21 @@ def _fill(session: Session, tokens: list[int]) -> FloatArray:
         draws=None,
     )
     return session.program.run(inputs).logits
+
+
+WITHOUT_ROOM_FOR_THREADS = """
+import ctypes, resource
+from plugins.cpu.native.library import Sizes
+from plugins.cpu.native.loading import load_kernel
+library = load_kernel().library
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+sizes = Sizes(1, 32, 32, 1, 1, 32, 32, 32, 1e-5, 1.0)
+print(library.create(ctypes.byref(sizes), library.kernels, 200))
+"""
+
+
+def test_a_system_that_gives_no_more_threads_is_refused_and_ends_no_process() -> None:
+    command = [sys.executable, "-c", WITHOUT_ROOM_FOR_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr

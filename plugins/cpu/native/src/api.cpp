@@ -1,5 +1,6 @@
 // The C interface; plugins/cpu/native/library.py declares it to Python. Nothing is thrown across it: a call that
-// returns a status says 0 for done, 1 for no memory, 2 for arguments that point outside the model or its cache.
+// returns a status says 0 for done, 1 for no memory, 2 for arguments that point outside the model or its cache, 3 for
+// anything else, as where the system gives no thread.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -44,6 +45,8 @@ int guarded(const Work& work) {
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;
+    } catch (...) {
+        return 3;
     }
 }
 

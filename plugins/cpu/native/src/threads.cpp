@@ -5,10 +5,17 @@
 namespace chipmesh {
 
 Team::Team(int size) : size_(size) {
-    for (int thread = 1; thread < size; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
+    try {
+        for (int thread = 1; thread < size; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
+    } catch (...) {
+        end();  // Those that did start: no destructor follows.
+        throw;
+    }
 }
 
-Team::~Team() {
+Team::~Team() { end(); }
+
+void Team::end() {
     stopping_.store(true);
     started_.fetch_add(1);
     wake();

@@ -58,6 +58,7 @@ class Team {
   private:
     friend class Walk;
     void serve(int thread);
+    void end();
     struct Range {
         std::int64_t first, last;
     };
