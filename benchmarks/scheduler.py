@@ -36,7 +36,7 @@ from scheduler_svc.core.batcher import Batcher
 from scheduler_svc.core.policy import POLICIES, make_policy
 from scheduler_svc.core.structures import Finished, ReplicaId, ReplicaLimits, Request, RequestId, StepPlan
 from scheduler_svc.core.token_key import token_key
-from scheduler_svc.step_codec import decode_result, encode_plan
+from scheduler_svc.step_codec import decode_result, encode_plans
 
 SHARED_TOKENS = 1024
 OWN_TOKENS = 32
@@ -145,7 +145,7 @@ class SteadyLoad:
         started = time.perf_counter()
         plan = self.batcher.plan()
         if plan is not None:
-            encode_plan(plan, epoch=1).SerializeToString()
+            encode_plans([plan], epoch=1).SerializeToString()
         self.batcher.take_events()
         seconds += time.perf_counter() - started
         if plan is not None:

@@ -150,6 +150,7 @@ class GatewayService:
                 accept_timeout_s=config.accept_timeout_s,
                 resume_window_s=config.resume_window_s,
                 max_resume_window_s=config.max_resume_window_s,
+                message_interval_s=config.message_interval_s,
                 max_messages_per_s=config.max_messages_per_s,
             ),
         )

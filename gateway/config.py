@@ -89,6 +89,8 @@ class GatewayConfig(ServiceConfig):
     cache_dir: where pulled models and descriptions lie; None: the user's default.
     max_live_requests: more are refused with RESOURCE_EXHAUSTED.
     tokenizer_threads, max_waiting_texts: the pool that tokenises, and how many texts may wait for it.
+    message_interval_s: between two messages of one stream; tokens that come sooner travel together, as a
+    message costs the same whatever it holds. The first and the last never wait. 0: each step's token alone.
     max_messages_per_s: what all streams together send at most; beyond it tokens are gathered, so that each
         stream's messages get fewer and larger. 8,000 take about a third of a core.
     max_message_bytes: largest message of a client and of the session. max_prompt_bytes: of one prompt.
@@ -113,6 +115,7 @@ class GatewayConfig(ServiceConfig):
     max_live_requests: int = Field(default=4096, ge=1)
     tokenizer_threads: int = Field(default=1, ge=1)
     max_waiting_texts: int = Field(default=256, ge=0)
+    message_interval_s: float = Field(default=0.025, ge=0.0, le=1.0)
     max_messages_per_s: int = Field(default=8000, ge=1)
     max_message_bytes: int = Field(default=64 * MIB, ge=64 * 1024)
     max_prompt_bytes: int = Field(default=16 * MIB, ge=1)

@@ -34,12 +34,14 @@ class GenerationBounds:
     """accept_timeout_s: for the scheduler to take a request.
 
     resume_window_s: for a reader to come back, where the request says nothing; max_resume_window_s: the most
-    that it may say. max_messages_per_s: what all streams together send.
+    that it may say. message_interval_s: between two messages of a
+    stream; max_messages_per_s: what all streams together send.
     """
 
     accept_timeout_s: float
     resume_window_s: float
     max_resume_window_s: float
+    message_interval_s: float
     max_messages_per_s: int
 
 
@@ -168,10 +170,10 @@ class Generations:
 
     def _pause_s(self) -> float:
         """How long a stream gathers tokens for its next message: a message costs the same whatever it holds,
-        so with many streams they are made fewer and larger; a lone stream waits for a fraction of a
-        millisecond.
+        so those of a fast stream, and of many, are made fewer and larger.
         """
-        return self._following_count / self._bounds.max_messages_per_s
+        bounds = self._bounds
+        return max(bounds.message_interval_s, self._following_count / bounds.max_messages_per_s)
 
     @contextmanager
     def _following(self) -> Iterator[None]:

@@ -176,7 +176,8 @@ class LiveRequest:
     def attach(self, next_index: int = 0, *, pause_s: Callable[[], float] = lambda: 0.0) -> OutputReader:
         """A reader from token `next_index` (0 to the number of tokens so far) on; detach it at the end.
 
-        pause_s: asked after each piece for the seconds in which tokens gather for the next one.
+        pause_s: asked after each piece for the seconds before which the next one does not come: so long its
+        tokens gather.
         """
         reader = OutputReader(self, next_index, pause_s)
         self._readers.add(reader)
@@ -218,7 +219,11 @@ class OutputReader:
     def __init__(self, request: LiveRequest, next_index: int, pause_s: Callable[[], float]) -> None:
         self.request = request
         self._pause_s = pause_s
+        self._loop = asyncio.get_running_loop()
+        self._not_before = 0.0
+        """Loop time of the next piece, but for the end."""
         self._gathering: asyncio.TimerHandle | None = None
+        """Set while something is there to take, but not yet due."""
         self._next_index = next_index
         self._text_place = request.text.end_after(next_index)
         self._news = asyncio.Event()
@@ -236,17 +241,16 @@ class OutputReader:
             StopAsyncIteration: the request ended well and all of it was taken.
             MeshError: it failed; all that came before was taken.
         """
-        while self._gathering is not None and not self.request.has_ended:
-            await self._next_news()
         while True:
-            output = self.take()
-            if output is not None:
-                self._begin_to_gather()
-                return output
-            if isinstance(self.request.end, MeshError):
-                raise self.request.end
-            if self.request.has_ended:
-                raise StopAsyncIteration
+            if self._is_due():
+                output = self.take()
+                if output is not None:
+                    self._not_before = self._loop.time() + self._pause_s()
+                    return output
+                if isinstance(self.request.end, MeshError):
+                    raise self.request.end
+                if self.request.has_ended:
+                    raise StopAsyncIteration
             await self._next_news()
 
     async def skip_to(self, index: int) -> None:
@@ -278,7 +282,7 @@ class OutputReader:
 
     def wake(self) -> None:
         """There is something to take, or the end."""
-        if self._gathering is None or self.request.has_ended:
+        if self._is_due():
             self._news.set()
 
     def close(self) -> None:
@@ -287,10 +291,13 @@ class OutputReader:
             self._gathering.cancel()
             self._gathering = None
 
-    def _begin_to_gather(self) -> None:
-        pause_s = self._pause_s()
-        if pause_s > 0 and not self.request.has_ended:
-            self._gathering = asyncio.get_running_loop().call_later(pause_s, self._stop_gathering)
+    def _is_due(self) -> bool:
+        """Whether a piece may be taken now; where one is there too early, its time will come."""
+        if self.request.has_ended or self._loop.time() >= self._not_before:
+            return True
+        if self._gathering is None and len(self.request.token_ids) > self._next_index:
+            self._gathering = self._loop.call_at(self._not_before, self._stop_gathering)
+        return False
 
     def _stop_gathering(self) -> None:
         self._gathering = None

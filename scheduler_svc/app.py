@@ -115,6 +115,7 @@ class SchedulerService:
         return LinkSettings(
             scheduler_id=self.scheduler_id,
             depth=config.depth,
+            window_s=config.step_window_s,
             attach_timeout_s=config.attach_timeout_s,
             deadline=StepDeadline(config.step_deadline_floor_s, config.step_deadline_factor),
             max_message_bytes=config.max_message_bytes,

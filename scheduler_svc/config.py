@@ -79,6 +79,9 @@ class SchedulerConfig(ServiceConfig):
 
     strict_groups: a worker may join only a group named here; otherwise its group is made with weight 1.
     step_deadline_floor_s, step_deadline_factor: a step may take max(floor, factor × predicted time).
+    step_window_s: decode steps that take so long together travel in one message, since a message costs what
+    several steps of a small model do; 0: each alone; None: what the chip of each replica prefers. A new
+    request waits for two such messages at most.
     attach_timeout_s: bound of each of the two calls that attach to an executor.
     reattach_backoff_s, reattach_backoff_max_s: pause between attempts to attach, doubled after each failure.
     drain_timeout_s: how long running requests may go on in DrainWorker, where that says nothing itself.
@@ -111,6 +114,7 @@ class SchedulerConfig(ServiceConfig):
     lease_duration_s: PositiveFloat = 1.0
     step_deadline_floor_s: PositiveFloat = 30.0
     step_deadline_factor: float = Field(default=10.0, ge=1.0)
+    step_window_s: float | None = Field(default=None, ge=0.0, le=1.0)
     attach_timeout_s: PositiveFloat = 5.0
     reattach_backoff_s: PositiveFloat = 0.05
     reattach_backoff_max_s: PositiveFloat = 2.0
@@ -154,7 +158,7 @@ class SchedulerConfig(ServiceConfig):
 
     @property
     def depth(self) -> int:
-        """Steps in flight at most."""
+        """Messages of step plans in flight at most."""
         return 2 if self.enable_overlap else 1
 
     def group(self, name: str) -> GroupConfig | None:

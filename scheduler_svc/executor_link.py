@@ -1,14 +1,16 @@
 """One attachment to one executor: its stream of steps, from Attach to the first sign that it is over.
 
-Plans go out while fewer than `depth` steps are in flight and the batcher has work; an idle link waits on one
-event. `close` is synchronous and happens once: from then on no result of this epoch can reach the core.
+Plans go out while fewer than `depth` messages are in flight and the batcher has work; an idle link waits on
+one event. A message carries as many decode steps as its window of time holds, or ends with a step that
+computes prompts. `close` is synchronous and happens once: from then on no result of this epoch can reach the
+core.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
@@ -25,8 +27,8 @@ from meshkit.rpc.channel import open_channel
 from meshkit.rpc.policy import Role
 from meshkit.telemetry.logging import get_logger
 from scheduler_svc.core.structures import ReplicaId, StepPlan, StepResult
-from scheduler_svc.step_codec import MalformedResult, decode_result, encode_plan
-from scheduler_svc.step_time import StepDeadline, StepTimePredictor, StepTimes
+from scheduler_svc.step_codec import MalformedResult, decode_result, encode_plans
+from scheduler_svc.step_time import StepDeadline, StepTimePredictor, StepTimes, share_time
 
 log = get_logger(__name__)
 
@@ -55,10 +57,15 @@ class StepSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """What all links of a scheduler have in common. `depth`: steps in flight at most."""
+    """What all links of a scheduler have in common.
+
+    depth: messages of plans in flight at most. window_s: decode steps that take so long together travel in
+    one message; a request that comes waits for those that are under way. None: as the chip prefers.
+    """
 
     scheduler_id: str
     depth: int
+    window_s: float | None
     attach_timeout_s: float
     deadline: StepDeadline
     max_message_bytes: int
@@ -69,6 +76,8 @@ class LinkSettings:
 class _StepInFlight:
     step_seq: int
     prefill_tokens: int
+    message_steps: int
+    """Steps of its message: results come when all of them are there."""
     began_at: float
     """Loop time at which it was sent, or the step before it ended, whichever came later."""
 
@@ -76,7 +85,8 @@ class _StepInFlight:
 class ExecutorLink:
     """One epoch of one executor.
 
-    worker: whose executor it is; with `tls` the other side must have a certificate of that name.
+    preferred_window_s: of its chip. worker: whose executor it is; with `tls` the other side must have a
+        certificate of that name.
     on_attached: called once the executor is ours; makes the replica known to the engine.
     on_closed: called once, in `close`, if `on_attached` was; takes the replica away from the engine. Its
         argument says whether the requests that ran may be at fault.
@@ -87,6 +97,7 @@ class ExecutorLink:
         replica: ReplicaId,
         *,
         worker: str,
+        preferred_window_s: float,
         target: str,
         instance_id: str,
         source: StepSource,
@@ -99,6 +110,7 @@ class ExecutorLink:
         self.last_step_seq = 0
         self.close_reason: str | None = None
         self._worker = worker
+        self._window_s = preferred_window_s if settings.window_s is None else settings.window_s
         self._target = target
         self._instance_id = instance_id
         self._source = source
@@ -210,15 +222,25 @@ class ExecutorLink:
             await self._send_what_fits(call, epoch)
 
     async def _send_what_fits(self, call: StepCall, epoch: int) -> None:
-        while self.close_reason is None and len(self._steps) < self._settings.depth:
-            plan = self._source.plan_step(self.replica)
-            if plan is None:
-                return
-            self._note_sent(plan)
+        while self.close_reason is None and (plans := self._plan_message()):
+            self._note_sent(plans)
             try:
-                await call.write(encode_plan(plan, epoch=epoch))
+                await call.write(encode_plans(plans, epoch=epoch))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self._close_with(call)
+
+    def _plan_message(self) -> list[StepPlan]:
+        """The plans of the next message; none where enough is under way, or there is nothing to do."""
+        behind = self._settings.depth - 1
+        steps = self._times.steps_within(self._window_s) if behind else 1
+        plans: list[StepPlan] = []
+        if len(self._steps) > behind * steps:
+            return plans
+        while len(plans) < steps and (plan := self._source.plan_step(self.replica)) is not None:
+            plans.append(plan)
+            if plan.prefill:  # Somebody waits for what follows from it.
+                break
+        return plans
 
     async def _read_results(self, call: StepCall) -> None:
         while self.close_reason is None:
@@ -226,7 +248,7 @@ class ExecutorLink:
             if response is None:
                 await self._close_with(call)
             else:
-                self._take_result(response.result)
+                self._take_results(response.results)
 
     async def _close_with(self, call: StepCall) -> None:
         """Close for the reason that the stream ended with. ABORTED is a matter between us two alone."""
@@ -235,9 +257,20 @@ class ExecutorLink:
             f"stream ended: {code.name} {await call.details()}", blame=code is not grpc.StatusCode.ABORTED
         )
 
-    def _take_result(self, result: execution_pb2.StepResult) -> None:
-        if self.close_reason is not None:
-            return  # It came while the link was being closed; the core has given its requests away.
+    def _take_results(self, results: Sequence[execution_pb2.StepResult]) -> None:
+        if not results:
+            self.close("malformed result: a message without any")
+            return
+        now = self._loop.time()
+        elapsed_s = now - self._steps[0].began_at if self._steps else 0.0
+        walls_s = share_time(elapsed_s, [_seconds(result.device_time) for result in results])
+        for result, wall_s in zip(results, walls_s, strict=True):
+            if self.close_reason is not None:
+                return  # They came while the link was being closed; the core has given its requests away.
+            self._take_result(result, wall_s=wall_s, now=now)
+        self._work.set()
+
+    def _take_result(self, result: execution_pb2.StepResult, *, wall_s: float, now: float) -> None:
         head = self._steps[0] if self._steps else None
         if head is not None and result.epoch == self.epoch and result.step_seq > head.step_seq:
             # What that step made is gone, and waiting for it until its deadline would bring nothing.
@@ -251,37 +284,33 @@ class ExecutorLink:
         except MalformedResult as error:
             self.close(f"malformed result: {error}")
             return
+        self._note_ended(head, wall_s=wall_s, now=now)
         times = StepTimes(
-            wall_s=self._note_ended(head),
-            device_s=_seconds(result.device_time),
-            idle_s=_seconds(result.idle_time),
+            wall_s=wall_s, device_s=_seconds(result.device_time), idle_s=_seconds(result.idle_time)
         )
         self._source.apply_step(self.replica, decoded, times)
-        self._work.set()
 
     # ------------------------------------------------------------ deadlines
 
-    def _note_sent(self, plan: StepPlan) -> None:
-        prefill_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
-        self._steps.append(_StepInFlight(plan.step_seq, prefill_tokens, self._loop.time()))
+    def _note_sent(self, plans: Sequence[StepPlan]) -> None:
+        now = self._loop.time()
+        for plan in plans:
+            prefill_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
+            self._steps.append(_StepInFlight(plan.step_seq, prefill_tokens, len(plans), now))
         if self._watch is None:
             self._watch = self._loop.call_at(self._head_deadline(), self._check_deadline)
 
-    def _note_ended(self, step: _StepInFlight) -> float:
-        """Seconds that the step took."""
-        now = self._loop.time()
-        seconds = now - step.began_at
-        self._times.observe(seconds, prefill_tokens=step.prefill_tokens)
+    def _note_ended(self, step: _StepInFlight, *, wall_s: float, now: float) -> None:
+        self._times.observe(wall_s, prefill_tokens=step.prefill_tokens)
         self.last_step_seq = step.step_seq
         self._steps.popleft()
         if self._steps:
             self._steps[0].began_at = now
-        return seconds
 
     def _head_deadline(self) -> float:
         head = self._steps[0]
         return head.began_at + self._times.deadline(
-            self._settings.deadline, prefill_tokens=head.prefill_tokens
+            self._settings.deadline, prefill_tokens=head.prefill_tokens, steps=head.message_steps
         )
 
     def _check_deadline(self) -> None:

@@ -31,6 +31,7 @@ GAUGES = (
     "num_retracted_reqs",
     "num_preempted_reqs",
 )
+_IDLE_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1, 1.0, 10.0)
 _STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -46,7 +47,7 @@ class _ReplicaSeries:
     prefill_latency: Histogram
     step_time: Histogram
     device_time: Histogram
-    device_idle: Counter
+    device_idle: Histogram
     prompt_sum: int = 0
     cached_sum: int = 0
     evicted_sum: int = 0
@@ -74,8 +75,11 @@ class SchedulerMetrics:
             labels=LABELS,
             buckets=_STEP_BUCKETS,
         )
-        self._device_idle = metrics.counter(
-            "device_idle_seconds_total", "Time that devices waited for their next step", labels=LABELS
+        self._device_idle = metrics.histogram(
+            "device_idle_seconds",
+            "Time that a device waited for a step after the one before it",
+            labels=LABELS,
+            buckets=_IDLE_BUCKETS,
         )
         self.stale_results = metrics.counter(
             "stale_step_results_total", "Step results ignored, as they belong to no step in flight"
@@ -138,7 +142,7 @@ class SchedulerMetrics:
         series = self._series[replica]
         series.step_time.observe(times.wall_s)
         series.device_time.observe(times.device_s)
-        series.device_idle.inc(times.idle_s)
+        series.device_idle.observe(times.idle_s)
         if tokens:
             series.generation_tokens.inc(tokens)
         if evicted_tokens > series.evicted_sum:

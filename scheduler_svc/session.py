@@ -28,6 +28,8 @@ class Session:
         self.requests: dict[int, LiveRequest] = {}
         self.end: MeshError | None = None
         self._outbox = session_pb2.OpenSessionResponse()
+        self._growing: dict[int, session_pb2.RequestTokens] = {}
+        """Of each request whose last waiting event is tokens: these, to which further ones are added."""
         self._report_is_due = False
         self._wakeup = asyncio.Event()
         self._closing = False
@@ -49,6 +51,7 @@ class Session:
             if self._outbox.events or self._report_is_due:
                 self._add_report()
                 batch, self._outbox = self._outbox, session_pb2.OpenSessionResponse()
+                self._growing.clear()
                 yield batch
             elif self._closing:
                 return
@@ -73,6 +76,7 @@ class Session:
     def _add(self, number: int) -> session_pb2.RequestEvent:
         event = self._outbox.events.add()
         event.request_number = number
+        self._growing.pop(number, None)
         self._wakeup.set()
         return event
 
@@ -92,9 +96,11 @@ class Session:
         placed.cached_tokens = cached_tokens
 
     def token(self, number: int, *, index: int, token_id: int, logprob: float | None) -> None:
-        """A new token."""
-        tokens = self._add(number).tokens
-        tokens.first_index = index
+        """A new token, the one after those before it."""
+        tokens = self._growing.get(number)
+        if tokens is None:
+            tokens = self._growing[number] = self._add(number).tokens
+            tokens.first_index = index
         tokens.token_ids.append(token_id)
         if logprob is not None:
             tokens.logprobs.append(logprob)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from chipmesh.device.v1alpha1 import execution_pb2, sampling_pb2
 from scheduler_svc.core.structures import Admission, Request, Slot, SlotFailure, StepPlan, StepResult
 
@@ -10,13 +12,18 @@ class MalformedResult(Exception):
     """A result whose parts contradict each other: the executor does not keep the protocol."""
 
 
-def encode_plan(plan: StepPlan, *, epoch: int) -> execution_pb2.ExecuteStepsRequest:
-    """The message of one plan.
+def encode_plans(plans: Iterable[StepPlan], *, epoch: int) -> execution_pb2.ExecuteStepsRequest:
+    """The message of some plans.
 
     A request's payload must have `sampling` (SamplingParameters) and `traceparent` (str, may be empty).
     """
     message = execution_pb2.ExecuteStepsRequest()
-    target = message.plan
+    for plan in plans:
+        _encode_plan(plan, message.plans.add(), epoch=epoch)
+    return message
+
+
+def _encode_plan(plan: StepPlan, target: execution_pb2.StepPlan, *, epoch: int) -> None:
     target.epoch = epoch
     target.step_seq = plan.step_seq
     target.decode = plan.decode
@@ -34,7 +41,6 @@ def encode_plan(plan: StepPlan, *, epoch: int) -> execution_pb2.ExecuteStepsRequ
         row.start = chunk.start
         row.last = chunk.last
         row.token_ids.extend(chunk.token_ids)
-    return message
 
 
 def _encode_admission(admission: Admission, target: execution_pb2.AdmittedRequest) -> None:

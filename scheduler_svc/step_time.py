@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _WEIGHT_OF_NEWEST = 0.2
+
+MOST_STEPS_AHEAD = 16
+"""Of one message, however short they are: a request that ends meanwhile computes as many in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +45,29 @@ class StepTimePredictor:
         else:
             self._base_s = _average(self._base_s, seconds)
 
-    def predict(self, *, prefill_tokens: int) -> float:
-        """Seconds that a step with `prefill_tokens` prompt tokens should take; 0.0 where nothing is known."""
-        return self._base_s + prefill_tokens * self._per_token_s
+    def predict(self, *, prefill_tokens: int, steps: int = 1) -> float:
+        """Seconds that `steps` steps with `prefill_tokens` prompt tokens in all should take; 0.0 where
+        nothing is known.
+        """
+        return steps * self._base_s + prefill_tokens * self._per_token_s
 
-    def deadline(self, limits: StepDeadline, *, prefill_tokens: int) -> float:
-        """Seconds that a step may take."""
-        return max(limits.floor_s, limits.factor * self.predict(prefill_tokens=prefill_tokens))
+    def deadline(self, limits: StepDeadline, *, prefill_tokens: int, steps: int = 1) -> float:
+        """Seconds that so many steps may take."""
+        return max(limits.floor_s, limits.factor * self.predict(prefill_tokens=prefill_tokens, steps=steps))
+
+    def steps_within(self, window_s: float) -> int:
+        """How many decode steps `window_s` holds; at least 1, and 1 where nothing is known."""
+        return max(1, min(MOST_STEPS_AHEAD, int(window_s / self._base_s))) if self._base_s else 1
+
+
+def share_time(seconds: float, device_s: Sequence[float]) -> list[float]:
+    """Of steps that came together after `seconds`: how long each took, by what the device says of each, or
+    in equal parts where it says nothing.
+    """
+    known = sum(device_s)
+    if not known:
+        return [seconds / len(device_s)] * len(device_s)
+    return [seconds * each / known for each in device_s]
 
 
 def _average(old: float, new: float) -> float:

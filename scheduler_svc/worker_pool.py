@@ -325,6 +325,7 @@ class WorkerPool:
         link = ExecutorLink(
             member.replica,
             worker=member.worker,
+            preferred_window_s=member.registration.capabilities.preferred_step_window_ms / 1000,
             target=member.registration.executor_address,
             instance_id=member.registration.instance_id,
             source=self._engine,

@@ -50,6 +50,7 @@ def report_from_proto(message: plugin_pb2.CapabilityReport) -> CapabilityReport:
         page_sizes_tokens=tuple(message.page_sizes_tokens),
         preferred_chunk_tokens=message.preferred_chunk_tokens,
         preferred_batch_size=message.preferred_batch_size,
+        preferred_step_window_ms=message.preferred_step_window_ms,
         numeric_classes=tuple(message.numeric_classes),
         collectives=tuple(message.collectives),
         links=tuple(

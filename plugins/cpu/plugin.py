@@ -20,6 +20,8 @@ from plugins.sdk.step_program import DecoderShape, DecoderWeights, StepProgram
 from plugins.sdk.versions import installed_version
 
 DTYPES = ("float32", "bfloat16")
+STEP_WINDOW_MS = 30
+"""A message over all hops takes about 1.2 ms of the processors that the steps are computed on."""
 
 
 class CpuBackend(OperatorBackend):
@@ -76,6 +78,7 @@ class CpuBackend(OperatorBackend):
             kv_layout=self._operators.kv_layout.name,
             preferred_chunk_tokens=512,
             preferred_batch_size=64,
+            preferred_step_window_ms=STEP_WINDOW_MS,
             numeric_classes=DTYPES,
             collectives=PRIMITIVES if self._collectives else (),
             step_programs=(

@@ -58,5 +58,6 @@ class HashBackend(AssembledBackend):
             kv_layout=KV_LAYOUT,
             preferred_batch_size=256,
             preferred_chunk_tokens=8192,
+            preferred_step_window_ms=20,
             numeric_classes=(NUMERIC_CLASS,),
         )

@@ -87,6 +87,10 @@ class CapabilityReport:
     """0: no preference."""
     preferred_batch_size: int = 0
     """0: no preference."""
+    preferred_step_window_ms: int = 0
+    """Decode steps that take so long together are best sent in one message, as where the chip computes on
+    the processors that carry the messages. 0: no preference, each step is sent alone.
+    """
     numeric_classes: Sequence[str] = ()
     collectives: Sequence[str] = ()
     links: Sequence[LinkCapability] = ()
@@ -115,6 +119,7 @@ class CapabilityReport:
             page_sizes_tokens=self.page_sizes_tokens,
             preferred_chunk_tokens=self.preferred_chunk_tokens,
             preferred_batch_size=self.preferred_batch_size,
+            preferred_step_window_ms=self.preferred_step_window_ms,
             numeric_classes=self.numeric_classes,
             collectives=self.collectives,
             links=[link.to_proto() for link in self.links],

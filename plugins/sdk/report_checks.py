@@ -88,7 +88,7 @@ def find_in_sizes(report: CapabilityReport, *, device_count: int | None = None) 
     """Page sizes, preferred sizes and links."""
     found = [f"page_sizes_tokens has {size}" for size in dict.fromkeys(report.page_sizes_tokens) if size <= 0]
     found += _twice("page_sizes_tokens", report.page_sizes_tokens)
-    for field in ("preferred_chunk_tokens", "preferred_batch_size"):
+    for field in ("preferred_chunk_tokens", "preferred_batch_size", "preferred_step_window_ms"):
         if (size := getattr(report, field)) < 0:
             found.append(f"{field} is {size}")
     for link in report.links:

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 
 from chipmesh.device.v1alpha1.execution_pb2 import ExecuteStepsRequest, StepPlan, StepResult
-from meshkit.errors import Aborted, MeshError, Unavailable
+from meshkit.errors import Aborted, InvalidArgument, MeshError, Unavailable
 from meshkit.telemetry.logging import get_logger
 from worker_svc.device_thread import DeviceThread
 from worker_svc.step_engine import StepEngine, StepOutcome
 
 log = get_logger(__name__)
 
-MAX_PLANS_AHEAD = 8
-"""Plans read whose results are not sent yet; more of them wait in gRPC's window. A scheduler sends two."""
+MAX_MESSAGES_AHEAD = 8
+"""Messages whose results are not sent yet; more wait in gRPC's window. A scheduler sends two."""
 
-Outcome = asyncio.Future[StepOutcome]
+Outcomes = asyncio.Future[list[StepOutcome]]
 
 
 class StepStream:
     """The plans of one ExecuteSteps call.
 
-    A plan goes to the device thread as soon as it is read, so plan N + 1 waits there while N runs. The first
-    error ends the stream; plans queued behind it are skipped, or refused by the engine for their number.
+    The plans of a message go to the device thread together and as soon as they are read, so the next ones
+    wait there while they run; their results leave in one message, too. The first error ends the stream; plans
+    queued behind it are skipped, or refused by the engine for their number.
 
     take_over: called when the first plan has come and is of the present epoch.
     """
@@ -33,9 +34,9 @@ class StepStream:
         self._engine = engine
         self._device = device
         self._take_over = take_over
-        self._outcomes: asyncio.Queue[Outcome | MeshError | None] = asyncio.Queue()
-        self._room = asyncio.Semaphore(MAX_PLANS_AHEAD)
-        self._submitted: set[Outcome] = set()
+        self._outcomes: asyncio.Queue[Outcomes | MeshError | None] = asyncio.Queue()
+        self._room = asyncio.Semaphore(MAX_MESSAGES_AHEAD)
+        self._submitted: set[Outcomes] = set()
         self._epoch: int | None = None
 
     def __repr__(self) -> str:
@@ -46,12 +47,14 @@ class StepStream:
         self._drop_queued()
         self._outcomes.put_nowait(error)
 
-    async def run(self, requests: AsyncIterator[ExecuteStepsRequest]) -> AsyncGenerator[StepResult, None]:
-        """Results in order, until the requests end.
+    async def run(
+        self, requests: AsyncIterator[ExecuteStepsRequest]
+    ) -> AsyncGenerator[list[StepResult], None]:
+        """Results in order, those of a message together, until the requests end.
 
         Raises:
-            Aborted: the first plan is of another epoch. MeshError: as StepEngine.execute, or the error of
-            `fence`.
+            Aborted: the first plan is of another epoch. InvalidArgument: a message without plans. MeshError:
+            as StepEngine.execute, or the error of `fence`.
         """
         reader = asyncio.create_task(self._read(requests), name="step plans")
         try:
@@ -59,7 +62,7 @@ class StepStream:
                 if isinstance(outcome, MeshError):
                     raise outcome
                 if not outcome.cancelled():
-                    yield outcome.result().to_proto()
+                    yield [step.to_proto() for step in outcome.result()]
                 self._room.release()
             await reader
         finally:
@@ -68,10 +71,12 @@ class StepStream:
     async def _read(self, requests: AsyncIterator[ExecuteStepsRequest]) -> None:
         try:
             async for request in requests:
+                if not request.plans:
+                    raise InvalidArgument("a message of ExecuteSteps needs at least one plan", field="plans")
                 if self._epoch is None:
-                    self._begin(request.plan)
+                    self._begin(request.plans[0])
                 await self._room.acquire()
-                self._submit(request.plan)
+                self._submit(request.plans)
             if self._submitted:
                 await asyncio.wait(set(self._submitted))
         finally:
@@ -88,12 +93,15 @@ class StepStream:
         self._epoch = first.epoch
         self._take_over()
 
-    def _submit(self, plan: StepPlan) -> None:
-        outcome = self._device.submit(partial(self._engine.execute, plan))
+    def _submit(self, plans: Sequence[StepPlan]) -> None:
+        outcome = self._device.submit(partial(self._execute, plans))
         self._submitted.add(outcome)
         outcome.add_done_callback(self._settled)
 
-    def _settled(self, outcome: Outcome) -> None:
+    def _execute(self, plans: Sequence[StepPlan]) -> list[StepOutcome]:
+        return [self._engine.execute(plan) for plan in plans]
+
+    def _settled(self, outcome: Outcomes) -> None:
         self._submitted.discard(outcome)
         if not outcome.cancelled():
             # Those behind the first error are never looked at again; asyncio shall not complain of that.

@@ -84,6 +84,8 @@ class FakeExecutor(ExecutionServiceServicer, PluginServiceServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.plans: list[execution_pb2.StepPlan] = []
+        self.message_sizes: list[int] = []
+        """Plans of each message."""
         self._executed = 0
         self._hold_at: int | None = None
         self.fail_slots: dict[int, str] = {}
@@ -180,8 +182,10 @@ class FakeExecutor(ExecutionServiceServicer, PluginServiceServicer):
 
     async def _read(self, stream: Stream, requests: AsyncIterator[execution_pb2.ExecuteStepsRequest]) -> None:
         async for message in requests:
-            self.plans.append(message.plan)
-            stream.plans.put_nowait(message.plan)
+            self.message_sizes.append(len(message.plans))
+            for plan in message.plans:
+                self.plans.append(plan)
+                stream.plans.put_nowait(plan)
         stream.plans.put_nowait(None)
 
     async def _execute_all(self, stream: Stream, context: Any) -> None:
@@ -194,13 +198,13 @@ class FakeExecutor(ExecutionServiceServicer, PluginServiceServicer):
                 raise Aborted(f"epoch {plan.epoch} of {self.epoch}, step {plan.step_seq} of {next_seq}")
             next_seq += 1
             for extra in stream.extra:
-                await context.write(execution_pb2.ExecuteStepsResponse(result=extra))
+                await context.write(execution_pb2.ExecuteStepsResponse(results=[extra]))
             stream.extra.clear()
             result = self._execute(plan)
             self._executed += 1
             if self._executed == self._hold_at:
                 self.gate.clear()
-            await context.write(execution_pb2.ExecuteStepsResponse(result=result))
+            await context.write(execution_pb2.ExecuteStepsResponse(results=[result]))
         if stream.end is not None:
             raise stream.end
 

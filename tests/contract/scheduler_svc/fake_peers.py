@@ -30,6 +30,10 @@ async def until(condition: Callable[[], Any], what: str) -> None:
         await asyncio.sleep(0.002)
 
 
+STEP_WINDOW_MS = 1000
+"""The fakes' steps are short: as many as may be travel in one message."""
+
+
 def registration(executor: FakeExecutor, worker: str = "w0", **changes: Any) -> registry_pb2.RegisterRequest:
     request = registry_pb2.RegisterRequest(
         worker_id=worker,
@@ -38,7 +42,9 @@ def registration(executor: FakeExecutor, worker: str = "w0", **changes: Any) -> 
         group="g",
         model="m",
         plugin=plugin_pb2.GetPluginInfoResponse(name="fake", contract_version=CONTRACT_VERSION),
-        capabilities=plugin_pb2.CapabilityReport(chip="fake", emulated=True),
+        capabilities=plugin_pb2.CapabilityReport(
+            chip="fake", emulated=True, preferred_step_window_ms=STEP_WINDOW_MS
+        ),
         loaded_model=executor.model,
         page_count=executor.page_count,
         page_size_tokens=executor.page_size,

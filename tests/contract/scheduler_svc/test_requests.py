@@ -9,6 +9,7 @@ import grpc
 
 from chipmesh.device.v1alpha1 import sampling_pb2
 from chipmesh.scheduler.v1alpha1 import session_pb2
+from scheduler_svc.step_time import MOST_STEPS_AHEAD
 from tests.contract.scheduler_svc.fake_executor import VOCAB_SIZE, expected_tokens
 from tests.contract.scheduler_svc.fake_peers import until
 
@@ -43,6 +44,28 @@ async def test_many_requests_of_many_lengths_share_steps_and_none_mixes_with_ano
         for i, (prompt, seen) in enumerate(zip(prompts, gateway.requests.values(), strict=True)):
             await seen.end()
             assert seen.tokens == expected_tokens(prompt, 3 + i % 11)
+
+
+async def test_short_decode_steps_travel_together_as_the_chip_prefers_or_the_scheduler_says(
+    mesh: Any,
+) -> None:
+    for window_s, most in ((None, MOST_STEPS_AHEAD), (1.0, MOST_STEPS_AHEAD), (0.0, 1)):
+        async with mesh(step_window_s=window_s) as m:
+            executor = await m.worker(context_tokens=150)
+            gateway = await m.gateway()
+            seen = await (await gateway.submit([1, 2, 3], 100)).end()
+            assert seen.tokens == expected_tokens([1, 2, 3], 100)
+            assert executor.message_sizes[0] == 1, "the prompt's step, whose token somebody waits for"
+            assert max(executor.message_sizes) == most
+
+
+async def test_without_overlap_no_step_is_planned_before_the_result_of_the_one_before(mesh: Any) -> None:
+    async with mesh(step_window_s=1.0, enable_overlap=False) as m:
+        executor = await m.worker()
+        gateway = await m.gateway()
+        seen = await (await gateway.submit([1, 2, 3], 20)).end()
+        assert seen.tokens == expected_tokens([1, 2, 3], 20)
+        assert set(executor.message_sizes) == {1}
 
 
 async def test_a_stop_token_ends_a_request_and_is_part_of_its_output(mesh: Any) -> None:

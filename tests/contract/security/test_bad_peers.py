@@ -260,10 +260,11 @@ async def the_worker_dials(pki: Pki, address: str) -> None:
 
 async def the_scheduler_dials(pki: Pki, address: str) -> None:
     tls = await asyncio.to_thread(pki.good, Role.SCHEDULER, SCHEDULER)
-    settings = LinkSettings("s", 2, TIMEOUT_S, StepDeadline(30.0, 10.0), 1 << 20, tls)
+    settings = LinkSettings("s", 2, None, TIMEOUT_S, StepDeadline(30.0, 10.0), 1 << 20, tls)
     link = ExecutorLink(
-        ReplicaId("r"), worker=WORKER, target=address, instance_id=INSTANCE, source=None,  # type: ignore[arg-type]
-        settings=settings, on_attached=lambda _: None, on_closed=lambda _: None,
+        ReplicaId("r"), worker=WORKER, preferred_window_s=0.0, target=address, instance_id=INSTANCE,
+        source=None, settings=settings,  # type: ignore[arg-type]
+        on_attached=lambda _: None, on_closed=lambda _: None,
     )  # fmt: skip
     await link.run()
 

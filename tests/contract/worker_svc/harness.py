@@ -92,16 +92,17 @@ class Driver:
 
     async def send_plan(self, plan: StepPlan) -> None:
         """Send a plan as it is."""
-        await self.call.write(ExecuteStepsRequest(plan=plan))
+        await self.call.write(ExecuteStepsRequest(plans=[plan]))
 
     async def result(self) -> StepResult:
         """The next result; its tokens are added to `tokens`."""
         response = await self.call.read()
         if response is grpc.aio.EOF:
             raise await failure_of(self.call)
-        for slot, token in zip(response.result.slots, response.result.token_ids, strict=True):
+        (result,) = response.results
+        for slot, token in zip(result.slots, result.token_ids, strict=True):
             self.tokens.setdefault(slot, []).append(token)
-        return response.result  # type: ignore[no-any-return]
+        return result  # type: ignore[no-any-return]
 
     async def step(self, **plan: Any) -> StepResult:
         """Send a plan and await its result."""

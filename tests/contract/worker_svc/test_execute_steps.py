@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from chipmesh.device.v1alpha1.execution_pb2 import AttachRequest, StepPlan
+from chipmesh.device.v1alpha1.execution_pb2 import AttachRequest, ExecuteStepsRequest, StepPlan
 from plugins.hash.oracle import continue_tokens
 from tests.contract.worker_svc.harness import PAGES, VOCAB, Driver, Harness, admit, chunk, failure_of
 
@@ -51,6 +51,24 @@ async def test_a_plan_is_on_the_device_before_the_result_before_it_was_read(driv
     idle = [(await driver.result()).idle_time.ToNanoseconds() for _ in range(6)]
     # The first waited for the test; those behind it were queued while it ran, so most waited far less.
     assert sorted(idle)[2] < 2_000_000
+
+
+async def test_the_results_of_a_messages_plans_leave_together(driver: Driver) -> None:
+    await driver.step(admitted=[admit(0, range(8))], prefill=[chunk(0, [1, 2])])
+    plans = [StepPlan(epoch=driver.epoch, step_seq=seq, decode=True) for seq in (2, 3, 4)]
+    await driver.call.write(ExecuteStepsRequest(plans=plans))
+    response = await driver.call.read()
+    assert [result.step_seq for result in response.results] == [2, 3, 4]
+    made = [token for result in response.results for token in result.token_ids]
+    assert driver.tokens[0] + made == continue_tokens([1, 2], 4, VOCAB)
+
+
+async def test_a_message_without_plans_is_refused_by_name(driver: Driver) -> None:
+    await driver.call.write(ExecuteStepsRequest())
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await driver.result()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "plan" in (refused.value.details() or "")
 
 
 async def test_a_prefix_page_is_reused_by_another_slot(driver: Driver) -> None:

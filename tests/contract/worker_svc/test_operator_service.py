@@ -39,8 +39,10 @@ class Multiples(CpuOperators):
 @pytest.fixture
 async def operators() -> AsyncIterator[OperatorServiceAsyncStub]:
     """The service of an executor in this process."""
-    plugin = LoadedPlugin(PlantedBackend(operators=Multiples), HashRunner(HashOptions()))
-    executor = Executor(ExecutorSettings(backend="cpu", instance_id="i"), load=lambda: plugin)
+    executor = Executor(
+        ExecutorSettings(backend="cpu", instance_id="i"),
+        load=lambda: LoadedPlugin(PlantedBackend(operators=Multiples), HashRunner(HashOptions())),
+    )
     channel = open_channel(await executor.start(), traced=False)
     yield OperatorServiceStub(channel)
     await channel.close()

@@ -237,6 +237,21 @@ async def test_the_first_piece_leaves_at_once_and_tokens_gather_for_the_next(tin
     request.detach(reader)
 
 
+async def test_tokens_that_came_before_the_reader_looked_again_gather_too(tiny: ServedModel) -> None:
+    request, _ = make_request(tiny)
+    reader = request.attach(pause_s=lambda: 3600.0)
+    request.on_tokens(0, tokens_of("a"))
+    await reader.__anext__()
+    request.on_tokens(1, tokens_of("b"))
+    reading = asyncio.create_task(reader.__anext__())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not reading.done()
+    request.finish(FinishReason.LENGTH)
+    assert (await reading).text == "b"
+    request.detach(reader)
+
+
 async def test_the_end_of_a_request_does_not_wait_for_the_pause(tiny: ServedModel) -> None:
     request, _ = make_request(tiny)
     reader = request.attach(pause_s=lambda: 3600.0)

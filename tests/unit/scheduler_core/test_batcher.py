@@ -16,7 +16,7 @@ from scheduler_svc.core.structures import (
 )
 from tests.unit.scheduler_core.simulated_executor import Drive, make_limits, make_request, oracle
 
-DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+DEPTHS = pytest.mark.parametrize("depth", [1, 2, 32])
 
 
 # ---------------------------------------------------------------- tokens and ends

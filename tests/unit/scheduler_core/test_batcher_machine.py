@@ -48,7 +48,7 @@ class BatcherMachine(RuleBasedStateMachine):
         radix=st.sampled_from([True, True, True, False]),
         mixed=st.sampled_from([True, True, False]),
         least=st.sampled_from([0, 0, 6]),
-        depth=st.integers(1, 3),
+        depth=st.sampled_from([1, 2, 3, 9, 32]),
         policy=st.sampled_from(sorted(POLICIES)),
         conservativeness=st.sampled_from([0.0, 0.0, 1.0]),
         eviction=st.sampled_from(sorted(EVICTION_POLICIES)),

@@ -50,3 +50,29 @@ async def test_a_failure_carries_code_reason_text_and_field() -> None:
         message="model is empty",
         field="model",
     )
+
+
+async def test_tokens_of_a_request_that_wait_together_are_one_event() -> None:
+    session = Session("gw")
+    for index in (3, 4):
+        session.token(1, index=index, token_id=10 + index, logprob=-0.5)
+        session.token(2, index=index, token_id=20 + index, logprob=None)
+    first, second = (await anext(session.batches())).events
+    assert (first.request_number, first.tokens.first_index) == (1, 3)
+    assert list(first.tokens.token_ids) == [13, 14]
+    assert list(first.tokens.logprobs) == [-0.5, -0.5]
+    assert list(second.tokens.token_ids) == [23, 24]
+
+
+async def test_tokens_never_join_those_of_before_another_event_or_message() -> None:
+    session = Session("gw")
+    batches = session.batches()
+    session.token(1, index=0, token_id=5, logprob=None)
+    session.failed(1, InvalidArgument("wrong", field="model"))
+    session.token(1, index=0, token_id=6, logprob=None)
+    kinds = [event.WhichOneof("event") for event in (await anext(batches)).events]
+    assert kinds == ["tokens", "failed", "tokens"]
+    session.token(1, index=1, token_id=7, logprob=None)
+    session.report()
+    events = (await anext(batches)).events
+    assert [(event.tokens.first_index, list(event.tokens.token_ids)) for event in events] == [(1, [7])]

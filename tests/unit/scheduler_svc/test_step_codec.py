@@ -17,7 +17,7 @@ from scheduler_svc.core.structures import (
     SlotFailure,
     StepPlan,
 )
-from scheduler_svc.step_codec import MalformedResult, decode_result, encode_plan, needs_history
+from scheduler_svc.step_codec import MalformedResult, decode_result, encode_plans, needs_history
 
 
 @dataclass
@@ -49,8 +49,8 @@ def test_every_part_of_a_plan_reaches_the_wire() -> None:
         decode=True,
     )
     encoded = execution_pb2.ExecuteStepsRequest.FromString(
-        encode_plan(plan, epoch=11).SerializeToString()
-    ).plan
+        encode_plans([plan], epoch=11).SerializeToString()
+    ).plans[0]
     assert encoded == execution_pb2.StepPlan(
         epoch=11,
         step_seq=5,
@@ -69,13 +69,13 @@ def test_every_part_of_a_plan_reaches_the_wire() -> None:
 
 def test_history_ends_where_the_admission_counts_the_output() -> None:
     plan = StepPlan(step_seq=1, admitted=(admission(history=True),))
-    (admitted,) = encode_plan(plan, epoch=1).plan.admitted
+    (admitted,) = encode_plans([plan], epoch=1).plans[0].admitted
     assert list(admitted.penalty_prompt_token_ids) == [1, 2, 3]
     assert list(admitted.penalty_output_token_ids) == [4]
 
 
 def test_a_decode_step_over_an_unchanged_batch_is_a_few_bytes() -> None:
-    assert encode_plan(StepPlan(step_seq=1000, decode=True), epoch=2).ByteSize() < 16
+    assert encode_plans([StepPlan(step_seq=1000, decode=True)], epoch=2).ByteSize() < 16
 
 
 def test_a_result_becomes_plain_lists() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.step_time import StepDeadline, StepTimePredictor
+from scheduler_svc.step_time import MOST_STEPS_AHEAD, StepDeadline, StepTimePredictor, share_time
 
 LIMITS = StepDeadline(floor_s=1.0, factor=10.0)
 
@@ -38,3 +38,27 @@ def test_the_prediction_follows_a_device_that_becomes_slower() -> None:
     for _ in range(40):
         times.observe(1.0, prefill_tokens=0)
     assert times.predict(prefill_tokens=0) == pytest.approx(1.0, rel=0.01)
+
+
+def test_steps_whose_results_come_together_may_take_as_long_together() -> None:
+    times = StepTimePredictor()
+    times.observe(0.5, prefill_tokens=0)
+    assert times.deadline(LIMITS, prefill_tokens=0, steps=4) == pytest.approx(20.0)
+
+
+def test_a_window_holds_as_many_short_steps_as_fit_but_one_long_one_and_never_too_many() -> None:
+    times = StepTimePredictor()
+    assert times.steps_within(0.02) == 1, "nothing is known yet"
+    times.observe(0.006, prefill_tokens=0)
+    assert times.steps_within(0.02) == 3
+    assert times.steps_within(0.0) == 1
+    slow, free = StepTimePredictor(), StepTimePredictor()
+    slow.observe(0.5, prefill_tokens=0)
+    assert slow.steps_within(0.02) == 1
+    free.observe(1e-6, prefill_tokens=0)
+    assert free.steps_within(0.02) == MOST_STEPS_AHEAD
+
+
+def test_the_time_of_steps_that_come_together_is_shared_by_what_the_device_says() -> None:
+    assert share_time(1.2, [0.1, 0.3]) == pytest.approx([0.3, 0.9])
+    assert share_time(1.2, [0.0, 0.0, 0.0]) == pytest.approx([0.4, 0.4, 0.4])

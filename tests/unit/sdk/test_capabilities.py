@@ -32,6 +32,7 @@ def test_every_field_travels() -> None:
         page_sizes_tokens=[16],
         preferred_chunk_tokens=512,
         preferred_batch_size=64,
+        preferred_step_window_ms=20,
         numeric_classes=["bfloat16"],
         collectives=["barrier"],
         links=[LinkCapability(1, 10)],

@@ -97,6 +97,7 @@ CONTRADICTIONS = {
     "page size twice": (change(page_sizes_tokens=(64, 64)), "page_sizes_tokens: 64 comes 2 times"),
     "chunk": (change(preferred_chunk_tokens=-1), "preferred_chunk_tokens is -1"),
     "batch": (change(preferred_batch_size=-8), "preferred_batch_size is -8"),
+    "window": (change(preferred_step_window_ms=-1), "preferred_step_window_ms is -1"),
     "unreadable constraint": (
         add(native("silu_mul", "open('x')")), "silu_mul: constraint \"open('x')\" cannot be read"
     ),

@@ -98,8 +98,8 @@ class ExecutionService(ExecutionServiceServicer):
         self._streams.add(stream)
         try:
             async with aclosing(stream.run(request_iterator)) as results:
-                async for result in results:
-                    yield ExecuteStepsResponse(result=result)
+                async for steps in results:
+                    yield ExecuteStepsResponse(results=steps)
         finally:
             self._streams.discard(stream)
 

@@ -410,23 +410,23 @@ Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
 
 @_typing.final
 class ExecuteStepsRequest(_message.Message):
-    """ExecuteStepsRequest carries one plan."""
+    """ExecuteStepsRequest carries plans."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PLAN_FIELD_NUMBER: _builtins.int
+    PLANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def plan(self) -> Global___StepPlan:
-        """The plan."""
+    def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepPlan]:
+        """Plans in order, at least one."""
 
     def __init__(
         self,
         *,
-        plan: Global___StepPlan | None = ...,
+        plans: _abc.Iterable[Global___StepPlan] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plans", b"plans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -434,23 +434,23 @@ Global___ExecuteStepsRequest: _TypeAlias = ExecuteStepsRequest  # noqa: Y015
 
 @_typing.final
 class ExecuteStepsResponse(_message.Message):
-    """ExecuteStepsResponse carries one result."""
+    """ExecuteStepsResponse carries results."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RESULT_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def result(self) -> Global___StepResult:
-        """The result."""
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepResult]:
+        """Results in order, at least one."""
 
     def __init__(
         self,
         *,
-        result: Global___StepResult | None = ...,
+        results: _abc.Iterable[Global___StepResult] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -95,7 +95,8 @@ class ExecutionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExecuteSteps(self, request_iterator, context):
-        """ExecuteSteps takes step plans in order and returns their results in order. The first plan's epoch must be the one of the last Attach.
+        """ExecuteSteps takes step plans in order and returns their results in order; a message may carry several, as a message costs what many
+        steps of a small model do. Results leave at the latest when those of all plans of a request are there. The first plan's epoch must be the one of the last Attach.
         ABORTED: stale epoch or a gap in step_seq (the caller attaches again and sends a full plan); INVALID_ARGUMENT: a plan that
         contradicts the executor's state; UNAVAILABLE: the device failed (the supervisor replaces the executor).
         """

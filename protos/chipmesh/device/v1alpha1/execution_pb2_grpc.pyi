@@ -43,7 +43,8 @@ class ExecutionServiceStub:
     Attach: _grpc.UnaryUnaryMultiCallable[_execution_pb2.AttachRequest, _execution_pb2.AttachResponse]
     """Attach takes the executor for one scheduler: it issues a new epoch, ends an older ExecuteSteps stream and drops all slots."""
     ExecuteSteps: _grpc.StreamStreamMultiCallable[_execution_pb2.ExecuteStepsRequest, _execution_pb2.ExecuteStepsResponse]
-    """ExecuteSteps takes step plans in order and returns their results in order. The first plan's epoch must be the one of the last Attach.
+    """ExecuteSteps takes step plans in order and returns their results in order; a message may carry several, as a message costs what many
+    steps of a small model do. Results leave at the latest when those of all plans of a request are there. The first plan's epoch must be the one of the last Attach.
     ABORTED: stale epoch or a gap in step_seq (the caller attaches again and sends a full plan); INVALID_ARGUMENT: a plan that
     contradicts the executor's state; UNAVAILABLE: the device failed (the supervisor replaces the executor).
     """
@@ -67,7 +68,8 @@ class ExecutionServiceAsyncStub(ExecutionServiceStub):
     Attach: _aio.UnaryUnaryMultiCallable[_execution_pb2.AttachRequest, _execution_pb2.AttachResponse]  # type: ignore[assignment]
     """Attach takes the executor for one scheduler: it issues a new epoch, ends an older ExecuteSteps stream and drops all slots."""
     ExecuteSteps: _aio.StreamStreamMultiCallable[_execution_pb2.ExecuteStepsRequest, _execution_pb2.ExecuteStepsResponse]  # type: ignore[assignment]
-    """ExecuteSteps takes step plans in order and returns their results in order. The first plan's epoch must be the one of the last Attach.
+    """ExecuteSteps takes step plans in order and returns their results in order; a message may carry several, as a message costs what many
+    steps of a small model do. Results leave at the latest when those of all plans of a request are there. The first plan's epoch must be the one of the last Attach.
     ABORTED: stale epoch or a gap in step_seq (the caller attaches again and sends a full plan); INVALID_ARGUMENT: a plan that
     contradicts the executor's state; UNAVAILABLE: the device failed (the supervisor replaces the executor).
     """
@@ -112,7 +114,8 @@ class ExecutionServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_execution_pb2.ExecuteStepsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_execution_pb2.ExecuteStepsResponse], _abc.AsyncIterator[_execution_pb2.ExecuteStepsResponse]]:
-        """ExecuteSteps takes step plans in order and returns their results in order. The first plan's epoch must be the one of the last Attach.
+        """ExecuteSteps takes step plans in order and returns their results in order; a message may carry several, as a message costs what many
+        steps of a small model do. Results leave at the latest when those of all plans of a request are there. The first plan's epoch must be the one of the last Attach.
         ABORTED: stale epoch or a gap in step_seq (the caller attaches again and sends a full plan); INVALID_ARGUMENT: a plan that
         contradicts the executor's state; UNAVAILABLE: the device failed (the supervisor replaces the executor).
         """

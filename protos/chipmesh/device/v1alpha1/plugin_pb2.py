@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%chipmesh/device/v1alpha1/plugin.proto\x12\x18\x63hipmesh.device.v1alpha1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetPluginInfoRequest\"\xc4\x01\n\x15GetPluginInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0eplugin_version\x18\x02 \x01(\t\x12\x18\n\x10\x63ontract_version\x18\x03 \x01(\t\x12\x17\n\x0fruntime_version\x18\x04 \x01(\t\x12\"\n\x1a\x63ollective_library_version\x18\x05 \x01(\t\x12\x19\n\x11\x66ramework_version\x18\x06 \x01(\t\x12\x13\n\x0binstance_id\x18\x07 \x01(\t\"\x18\n\x16GetCapabilitiesRequest\"U\n\x17GetCapabilitiesResponse\x12:\n\x06report\x18\x01 \x01(\x0b\x32*.chipmesh.device.v1alpha1.CapabilityReport\"\xe0\x03\n\x10\x43\x61pabilityReport\x12\x0c\n\x04\x63hip\x18\x01 \x01(\t\x12\x10\n\x08\x65mulated\x18\x02 \x01(\x08\x12\x16\n\x0e\x65mulation_note\x18\x03 \x01(\t\x12?\n\toperators\x18\x04 \x03(\x0b\x32,.chipmesh.device.v1alpha1.OperatorCapability\x12\x16\n\x0e\x63ompute_dtypes\x18\x05 \x03(\t\x12\x1a\n\x12\x61\x63\x63umulation_dtype\x18\x06 \x01(\t\x12\x17\n\x0fkv_cache_dtypes\x18\x07 \x03(\t\x12\x11\n\tkv_layout\x18\x08 \x01(\t\x12\x1c\n\x14quantization_formats\x18\t \x03(\t\x12\x15\n\rgraph_capture\x18\n \x01(\x08\x12\x19\n\x11page_sizes_tokens\x18\x0b \x03(\r\x12\x1e\n\x16preferred_chunk_tokens\x18\x0c \x01(\r\x12\x1c\n\x14preferred_batch_size\x18\r \x01(\r\x12\x17\n\x0fnumeric_classes\x18\x0e \x03(\t\x12\x13\n\x0b\x63ollectives\x18\x0f \x03(\t\x12\x37\n\x05links\x18\x10 \x03(\x0b\x32(.chipmesh.device.v1alpha1.LinkCapability\"\x87\x02\n\x12OperatorCapability\x12\x0c\n\x04name\x18\x01 \x01(\t\x12G\n\x08\x63overage\x18\x02 \x01(\x0e\x32\x35.chipmesh.device.v1alpha1.OperatorCapability.Coverage\x12\x0e\n\x06\x64types\x18\x03 \x03(\t\x12\x13\n\x0b\x63onstraints\x18\x04 \x03(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\"e\n\x08\x43overage\x12\x18\n\x14\x43OVERAGE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43OVERAGE_NATIVE\x10\x01\x12\x12\n\x0e\x43OVERAGE_FUSED\x10\x02\x12\x16\n\x12\x43OVERAGE_REFERENCE\x10\x03\"I\n\x0eLinkCapability\x12\x13\n\x0bpeer_device\x18\x01 \x01(\r\x12\"\n\x1a\x62\x61ndwidth_bytes_per_second\x18\x02 \x01(\x04\"\x0e\n\x0cProbeRequest\"\x8c\x02\n\rProbeResponse\x12\x44\n\treadiness\x18\x01 \x01(\x0e\x32\x31.chipmesh.device.v1alpha1.ProbeResponse.Readiness\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x32\n\x0fsince_last_step\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"p\n\tReadiness\x12\x19\n\x15READINESS_UNSPECIFIED\x10\x00\x12\x1a\n\x16READINESS_INITIALISING\x10\x01\x12\x13\n\x0fREADINESS_READY\x10\x02\x12\x17\n\x13READINESS_UNHEALTHY\x10\x03\x32\xd3\x02\n\rPluginService\x12p\n\rGetPluginInfo\x12..chipmesh.device.v1alpha1.GetPluginInfoRequest\x1a/.chipmesh.device.v1alpha1.GetPluginInfoResponse\x12v\n\x0fGetCapabilities\x12\x30.chipmesh.device.v1alpha1.GetCapabilitiesRequest\x1a\x31.chipmesh.device.v1alpha1.GetCapabilitiesResponse\x12X\n\x05Probe\x12&.chipmesh.device.v1alpha1.ProbeRequest\x1a\'.chipmesh.device.v1alpha1.ProbeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%chipmesh/device/v1alpha1/plugin.proto\x12\x18\x63hipmesh.device.v1alpha1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetPluginInfoRequest\"\xc4\x01\n\x15GetPluginInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0eplugin_version\x18\x02 \x01(\t\x12\x18\n\x10\x63ontract_version\x18\x03 \x01(\t\x12\x17\n\x0fruntime_version\x18\x04 \x01(\t\x12\"\n\x1a\x63ollective_library_version\x18\x05 \x01(\t\x12\x19\n\x11\x66ramework_version\x18\x06 \x01(\t\x12\x13\n\x0binstance_id\x18\x07 \x01(\t\"\x18\n\x16GetCapabilitiesRequest\"U\n\x17GetCapabilitiesResponse\x12:\n\x06report\x18\x01 \x01(\x0b\x32*.chipmesh.device.v1alpha1.CapabilityReport\"\x82\x04\n\x10\x43\x61pabilityReport\x12\x0c\n\x04\x63hip\x18\x01 \x01(\t\x12\x10\n\x08\x65mulated\x18\x02 \x01(\x08\x12\x16\n\x0e\x65mulation_note\x18\x03 \x01(\t\x12?\n\toperators\x18\x04 \x03(\x0b\x32,.chipmesh.device.v1alpha1.OperatorCapability\x12\x16\n\x0e\x63ompute_dtypes\x18\x05 \x03(\t\x12\x1a\n\x12\x61\x63\x63umulation_dtype\x18\x06 \x01(\t\x12\x17\n\x0fkv_cache_dtypes\x18\x07 \x03(\t\x12\x11\n\tkv_layout\x18\x08 \x01(\t\x12\x1c\n\x14quantization_formats\x18\t \x03(\t\x12\x15\n\rgraph_capture\x18\n \x01(\x08\x12\x19\n\x11page_sizes_tokens\x18\x0b \x03(\r\x12\x1e\n\x16preferred_chunk_tokens\x18\x0c \x01(\r\x12\x1c\n\x14preferred_batch_size\x18\r \x01(\r\x12\x17\n\x0fnumeric_classes\x18\x0e \x03(\t\x12\x13\n\x0b\x63ollectives\x18\x0f \x03(\t\x12\x37\n\x05links\x18\x10 \x03(\x0b\x32(.chipmesh.device.v1alpha1.LinkCapability\x12 \n\x18preferred_step_window_ms\x18\x11 \x01(\r\"\x87\x02\n\x12OperatorCapability\x12\x0c\n\x04name\x18\x01 \x01(\t\x12G\n\x08\x63overage\x18\x02 \x01(\x0e\x32\x35.chipmesh.device.v1alpha1.OperatorCapability.Coverage\x12\x0e\n\x06\x64types\x18\x03 \x03(\t\x12\x13\n\x0b\x63onstraints\x18\x04 \x03(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\"e\n\x08\x43overage\x12\x18\n\x14\x43OVERAGE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43OVERAGE_NATIVE\x10\x01\x12\x12\n\x0e\x43OVERAGE_FUSED\x10\x02\x12\x16\n\x12\x43OVERAGE_REFERENCE\x10\x03\"I\n\x0eLinkCapability\x12\x13\n\x0bpeer_device\x18\x01 \x01(\r\x12\"\n\x1a\x62\x61ndwidth_bytes_per_second\x18\x02 \x01(\x04\"\x0e\n\x0cProbeRequest\"\x8c\x02\n\rProbeResponse\x12\x44\n\treadiness\x18\x01 \x01(\x0e\x32\x31.chipmesh.device.v1alpha1.ProbeResponse.Readiness\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x32\n\x0fsince_last_step\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"p\n\tReadiness\x12\x19\n\x15READINESS_UNSPECIFIED\x10\x00\x12\x1a\n\x16READINESS_INITIALISING\x10\x01\x12\x13\n\x0fREADINESS_READY\x10\x02\x12\x17\n\x13READINESS_UNHEALTHY\x10\x03\x32\xd3\x02\n\rPluginService\x12p\n\rGetPluginInfo\x12..chipmesh.device.v1alpha1.GetPluginInfoRequest\x1a/.chipmesh.device.v1alpha1.GetPluginInfoResponse\x12v\n\x0fGetCapabilities\x12\x30.chipmesh.device.v1alpha1.GetCapabilitiesRequest\x1a\x31.chipmesh.device.v1alpha1.GetCapabilitiesResponse\x12X\n\x05Probe\x12&.chipmesh.device.v1alpha1.ProbeRequest\x1a\'.chipmesh.device.v1alpha1.ProbeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,19 +41,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETCAPABILITIESRESPONSE']._serialized_start=348
   _globals['_GETCAPABILITIESRESPONSE']._serialized_end=433
   _globals['_CAPABILITYREPORT']._serialized_start=436
-  _globals['_CAPABILITYREPORT']._serialized_end=916
-  _globals['_OPERATORCAPABILITY']._serialized_start=919
-  _globals['_OPERATORCAPABILITY']._serialized_end=1182
-  _globals['_OPERATORCAPABILITY_COVERAGE']._serialized_start=1081
-  _globals['_OPERATORCAPABILITY_COVERAGE']._serialized_end=1182
-  _globals['_LINKCAPABILITY']._serialized_start=1184
-  _globals['_LINKCAPABILITY']._serialized_end=1257
-  _globals['_PROBEREQUEST']._serialized_start=1259
-  _globals['_PROBEREQUEST']._serialized_end=1273
-  _globals['_PROBERESPONSE']._serialized_start=1276
-  _globals['_PROBERESPONSE']._serialized_end=1544
-  _globals['_PROBERESPONSE_READINESS']._serialized_start=1432
-  _globals['_PROBERESPONSE_READINESS']._serialized_end=1544
-  _globals['_PLUGINSERVICE']._serialized_start=1547
-  _globals['_PLUGINSERVICE']._serialized_end=1886
+  _globals['_CAPABILITYREPORT']._serialized_end=950
+  _globals['_OPERATORCAPABILITY']._serialized_start=953
+  _globals['_OPERATORCAPABILITY']._serialized_end=1216
+  _globals['_OPERATORCAPABILITY_COVERAGE']._serialized_start=1115
+  _globals['_OPERATORCAPABILITY_COVERAGE']._serialized_end=1216
+  _globals['_LINKCAPABILITY']._serialized_start=1218
+  _globals['_LINKCAPABILITY']._serialized_end=1291
+  _globals['_PROBEREQUEST']._serialized_start=1293
+  _globals['_PROBEREQUEST']._serialized_end=1307
+  _globals['_PROBERESPONSE']._serialized_start=1310
+  _globals['_PROBERESPONSE']._serialized_end=1578
+  _globals['_PROBERESPONSE_READINESS']._serialized_start=1466
+  _globals['_PROBERESPONSE_READINESS']._serialized_end=1578
+  _globals['_PLUGINSERVICE']._serialized_start=1581
+  _globals['_PLUGINSERVICE']._serialized_end=1920
 # @@protoc_insertion_point(module_scope)

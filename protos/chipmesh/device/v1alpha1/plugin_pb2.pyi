@@ -146,6 +146,7 @@ class CapabilityReport(_message.Message):
     NUMERIC_CLASSES_FIELD_NUMBER: _builtins.int
     COLLECTIVES_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    PREFERRED_STEP_WINDOW_MS_FIELD_NUMBER: _builtins.int
     chip: _builtins.str
     """Chip kind as shown to people and used as a label, for example "cpu". Nothing is decided by it."""
     emulated: _builtins.bool
@@ -162,6 +163,10 @@ class CapabilityReport(_message.Message):
     """Preferred size of a prefill chunk, in tokens. 0: no preference."""
     preferred_batch_size: _builtins.int
     """Preferred largest number of running requests. 0: no preference."""
+    preferred_step_window_ms: _builtins.int
+    """Decode steps that take so many milliseconds together are best sent in one message, as where the chip computes on the processors that
+    carry the messages. A request that comes waits for two such messages. 0: no preference, each step is sent alone.
+    """
     @_builtins.property
     def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorCapability]:
         """Operators that the plugin covers; every other operator runs on the reference."""
@@ -213,10 +218,11 @@ class CapabilityReport(_message.Message):
         numeric_classes: _abc.Iterable[_builtins.str] | None = ...,
         collectives: _abc.Iterable[_builtins.str] | None = ...,
         links: _abc.Iterable[Global___LinkCapability] | None = ...,
+        preferred_step_window_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accumulation_dtype", b"accumulation_dtype", "chip", b"chip", "collectives", b"collectives", "compute_dtypes", b"compute_dtypes", "emulated", b"emulated", "emulation_note", b"emulation_note", "graph_capture", b"graph_capture", "kv_cache_dtypes", b"kv_cache_dtypes", "kv_layout", b"kv_layout", "links", b"links", "numeric_classes", b"numeric_classes", "operators", b"operators", "page_sizes_tokens", b"page_sizes_tokens", "preferred_batch_size", b"preferred_batch_size", "preferred_chunk_tokens", b"preferred_chunk_tokens", "quantization_formats", b"quantization_formats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accumulation_dtype", b"accumulation_dtype", "chip", b"chip", "collectives", b"collectives", "compute_dtypes", b"compute_dtypes", "emulated", b"emulated", "emulation_note", b"emulation_note", "graph_capture", b"graph_capture", "kv_cache_dtypes", b"kv_cache_dtypes", "kv_layout", b"kv_layout", "links", b"links", "numeric_classes", b"numeric_classes", "operators", b"operators", "page_sizes_tokens", b"page_sizes_tokens", "preferred_batch_size", b"preferred_batch_size", "preferred_chunk_tokens", b"preferred_chunk_tokens", "preferred_step_window_ms", b"preferred_step_window_ms", "quantization_formats", b"quantization_formats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
