@@ -1,138 +1,126 @@
-"""Throughput, TTFT and TPOT of a running mesh, closed loop over gRPC.
+"""Throughput, TTFT and TPOT of a whole mesh, closed loop over gRPC: its own, or the one at `--address`.
 
-TTFT is request sent to first token received; TPOT is (last - first token) / (output tokens - 1); times are
-taken on receipt. Prompts are random token ids: nothing is shared, so the prefix cache has no part in them.
+Prompts are random token ids: nothing is shared, so the prefix cache has no part in them. What `chipmesh bench
+serve` measures on any server, other workloads too, this measures on a fresh mesh, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import random
+import contextlib
+import dataclasses
 import statistics
-import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import uvloop
 
-from benchmarks.report import describe_run, refuse_busy_machine, summarise
-from chipmesh.inference.v1alpha1 import inference_pb2, inference_pb2_grpc
+from benchmarks.plots import save_bars
+from benchmarks.report import describe_run, run_command
+from benchmarks.running_mesh import running_mesh
+from meshkit.load import GrpcTarget, describe_samples, random_tokens, run_closed_loop
 
 
 @dataclass(frozen=True)
 class Load:
-    """One closed loop: `concurrency` clients that each send the next request when the last one ended."""
+    """A closed loop of random prompts: `concurrency` requests run at once until `requests` have ended."""
 
     concurrency: int
     requests: int
     prompt_tokens: int
     output_tokens: int
+    seed: int
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What one client saw of one stream; seconds."""
+async def run_load(address: str, load: Load) -> dict[str, Any]:
+    """The figures of one run through the gateway at `address`.
 
-    ttft_s: float
-    tpot_s: float
-    tokens: int
-    messages: int
-
-
-def make_request(load: Load, *, vocab_size: int, draw: random.Random) -> inference_pb2.GenerateRequest:
-    """A greedy request of random token ids that runs to its full length."""
-    token_ids = [draw.randrange(vocab_size) for _ in range(load.prompt_tokens)]
-    return inference_pb2.GenerateRequest(
-        prompt=inference_pb2.Prompt(tokens=inference_pb2.TokenPrompt(token_ids=token_ids)),
-        sampling=inference_pb2.SamplingOptions(temperature=0.0),
-        stop=inference_pb2.StopOptions(max_tokens=load.output_tokens, ignore_eos=True),
-    )
-
-
-async def run_one(stub: Any, request: inference_pb2.GenerateRequest) -> Sample:
-    """One stream, timed at the client."""
-    sent = time.perf_counter()
-    first = last = sent
-    tokens = messages = 0
-    async for response in stub.Generate(request):
-        if response.event.WhichOneof("kind") != "output":
-            continue
-        last = time.perf_counter()
-        first = last if tokens == 0 else first
-        tokens += len(response.event.output.token_ids)
-        messages += 1
-    return Sample(first - sent, (last - first) / max(1, tokens - 1), tokens, messages)
+    Raises:
+        SystemExit: a request failed or answered short: the times would say nothing.
+    """
+    async with GrpcTarget(address) as target:
+        model = await target.choose_model()
+        assert model.vocab_size is not None
+        requests = random_tokens(
+            load.requests,
+            prompt_tokens=load.prompt_tokens,
+            output_tokens=load.output_tokens,
+            vocab_size=model.vocab_size,
+            seed=load.seed,
+        )
+        samples = await run_closed_loop(target, requests, concurrency=load.concurrency)
+    figures = describe_samples(samples)
+    if figures["failed"] or figures["shorter_than_asked"]:
+        raise SystemExit(f"requests failed or answered short, so the times say nothing: {figures['errors']}")
+    return figures
 
 
-async def run_load(stub: Any, load: Load, *, vocab_size: int, seed: int) -> dict[str, Any]:
-    """One run of a load: output tokens per second over the whole run, TTFT and TPOT in milliseconds."""
-    draw = random.Random(seed)
-    waiting = [make_request(load, vocab_size=vocab_size, draw=draw) for _ in range(load.requests)]
-    samples: list[Sample] = []
-
-    async def client() -> None:
-        while waiting:
-            samples.append(await run_one(stub, waiting.pop()))
-
-    started = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(load.concurrency)))
-    elapsed = time.perf_counter() - started
-    tokens = sum(sample.tokens for sample in samples)
-    return {
-        "output_tokens_per_s": round(tokens / elapsed, 1),
-        "ttft_ms": summarise([sample.ttft_s * 1e3 for sample in samples]),
-        "tpot_ms": summarise([sample.tpot_s * 1e3 for sample in samples]),
-        "tokens_per_message": round(tokens / sum(sample.messages for sample in samples), 2),
-    }
+@contextlib.contextmanager
+def _gateway(arguments: argparse.Namespace) -> Iterator[str]:
+    if arguments.address:
+        yield arguments.address
+        return
+    with running_mesh("--model-path", arguments.model, "--dtype", arguments.dtype, *arguments.flag) as mesh:
+        yield mesh["gateway"]["address"]
 
 
-async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All loads, each `runs` times, the loads interleaved so that drift meets all alike."""
-    async with grpc.aio.insecure_channel(arguments.address) as channel:
-        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        model = (await stub.ListModels(inference_pb2.ListModelsRequest())).models[0]
-        loads = [
-            Load(concurrency, max(5 * concurrency, 8), arguments.prompt_tokens, arguments.output_tokens)
-            for concurrency in arguments.concurrency
-        ]
-        runs: dict[int, list[dict[str, Any]]] = {load.concurrency: [] for load in loads}
-        for round_number in range(arguments.runs):
-            for load in loads:
-                result = await run_load(stub, load, vocab_size=model.vocab_size, seed=round_number)
-                runs[load.concurrency].append(result)
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All loads once for warmth, then each `rounds` times, in turns, so that drift meets all alike."""
+    rounds: dict[str, list[dict[str, Any]]] = {str(each): [] for each in arguments.concurrency}
+    with _gateway(arguments) as address:
+        for seed in range(-1, arguments.rounds):
+            for concurrency in arguments.concurrency:
+                requests = max(5 * concurrency, 8) if seed >= 0 else concurrency
+                load = Load(concurrency, requests, arguments.prompt_tokens, arguments.output_tokens, seed)
+                figures = uvloop.run(run_load(address, load))
+                if seed >= 0:
+                    rounds[str(concurrency)].append({**dataclasses.asdict(load), **figures})
     return {
         **describe_run(),
-        "model": model.name,
-        "prompt_tokens": arguments.prompt_tokens,
-        "output_tokens": arguments.output_tokens,
-        "concurrency": {
-            str(concurrency): {
-                "median_output_tokens_per_s": statistics.median(
-                    run["output_tokens_per_s"] for run in results
-                ),
-                "runs": results,
-            }
-            for concurrency, results in runs.items()
+        "model": arguments.model,
+        "flags": arguments.flag,
+        "output_tokens_per_s": {
+            concurrency: statistics.median(each["output_tokens_per_s"] for each in results)
+            for concurrency, results in rounds.items()
         },
+        "rounds": rounds,
     }
 
 
-def main() -> None:
-    """Parse the command line, run, print one JSON document."""
+def print_table(report: Mapping[str, Any]) -> None:
+    """For people."""
+    for concurrency, rounds in report["rounds"].items():
+        tokens_per_s = report["output_tokens_per_s"][concurrency]
+        ttft = statistics.median(each["ttft_ms"]["p50"] for each in rounds)
+        tpot = statistics.median(each["tpot_ms"]["p50"] for each in rounds)
+        print(
+            f"concurrency {concurrency:>3}: {tokens_per_s:8.1f} output tokens/s, TTFT p50 {ttft:.0f} ms, "
+            f"TPOT p50 {tpot:.1f} ms"
+        )
+
+
+def plot(path: Path, report: Mapping[str, Any]) -> None:
+    """Bars of output tokens/s by concurrency."""
+    groups = {f"{key} at once": {"mesh": value} for key, value in report["output_tokens_per_s"].items()}
+    save_bars(path, report["model"], groups, "output tokens/s")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Parse the command line, run, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--address", required=True, help="the gateway's gRPC address")
+    parser.add_argument("--address", help="a gateway's gRPC address; default: a mesh of its own")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--flag", action="append", default=[], help="a word more for `chipmesh up`; may be repeated"
+    )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--even-if-busy", action="store_true", help="measure although the machine is busy")
-    arguments = parser.parse_args()
-    if not arguments.even_if_busy:
-        refuse_busy_machine()
-    print(json.dumps(uvloop.run(run(arguments)), indent=2))
+    parser.add_argument("--rounds", type=int, default=3)
+    run_command(parser, run, print_table, words, plot=plot)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plots import check_path, require_matplotlib
+
 BUSY_LOAD = 0.5
 """Load average over one minute, per core, above which figures would say more about the neighbours."""
 
@@ -31,11 +33,21 @@ def run_command(
     run: Callable[[argparse.Namespace], dict[str, Any]],
     print_table: Callable[[dict[str, Any]], None],
     words: Sequence[str] | None = None,
+    *,
+    plot: Callable[[Path, dict[str, Any]], None] | None = None,
 ) -> None:
-    """Parse `words` (None: of the process) with the flags that all benchmarks have, run, print."""
+    """Parse `words` (None: of the process) with the flags that all benchmarks have, run, print.
+
+    plot: draws the report into a file; a benchmark that has one gets the flag `--plot FILE`.
+    """
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.add_argument("--even-if-busy", action="store_true", help="measure although the machine is busy")
+    if plot is not None:
+        parser.add_argument("--plot", type=_plot_file, metavar="FILE", help="draw the report: .svg or .png")
     arguments = parser.parse_args(words)
+    file: Path | None = arguments.plot if plot is not None else None
+    if file is not None:
+        require_matplotlib()
     if not arguments.even_if_busy:
         refuse_busy_machine()
     report = run(arguments)
@@ -43,6 +55,15 @@ def run_command(
         print(json.dumps(report, indent=2))
     else:
         print_table(report)
+    if plot is not None and file is not None:
+        plot(file, report)  # Last: what took minutes to measure is printed whatever becomes of the picture.
+
+
+def _plot_file(text: str) -> Path:
+    try:
+        return check_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def describe_run() -> dict[str, Any]:

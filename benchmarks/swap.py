@@ -11,11 +11,7 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +20,7 @@ import grpc.aio
 import uvloop
 
 from benchmarks.report import describe_run, refuse_busy_machine
+from benchmarks.running_mesh import running_mesh
 from chipmesh.inference.v1alpha1 import inference_pb2, inference_pb2_grpc
 from chipmesh.scheduler.v1alpha1 import admin_pb2, admin_pb2_grpc
 
@@ -172,17 +169,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.even_if_busy:
         refuse_busy_machine()
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "meshkit.cli"]
-        environment = {**os.environ, "CHIPMESH_STATE_DIR": folder}
-        up = [*command, "up", "--detach", "--json", "--model-path", arguments.model, "--dtype", "float32"]
-        started = subprocess.run(up, env=environment, capture_output=True, text=True, check=False)
-        try:
-            if started.returncode:
-                raise SystemExit(started.stderr)
-            print(json.dumps(uvloop.run(run(arguments, json.loads(started.stdout))), indent=2))
-        finally:
-            subprocess.run([*command, "down"], env=environment, capture_output=True, check=False)
+    with running_mesh("--model-path", arguments.model, "--dtype", "float32") as mesh:
+        print(json.dumps(uvloop.run(run(arguments, mesh)), indent=2))
 
 
 if __name__ == "__main__":

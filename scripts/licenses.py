@@ -18,7 +18,7 @@ LIST = ROOT / "docs/licenses.md"
 
 ALLOWED = frozenset({
     "0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "ISC", "LLVM-exception",
-    "MIT", "MIT-0", "MPL-2.0", "PSF-2.0", "Unlicense", "Zlib",
+    "MIT", "MIT-0", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Unlicense", "Zlib",
 })  # fmt: skip
 """SPDX ids. Of these only MPL-2.0 asks something back: changes of its own files, of which we make none."""
 

@@ -11,5 +11,7 @@ echo "nightly: a million random steps over the scheduler's tree, ledger and batc
 .venv/bin/python -m pytest --timeout=0 "$MACHINE"
 echo "nightly: the fault scoreboard in full counts (six hours or more)"
 .venv/bin/chipmesh chaos all --full
+echo "nightly: an hour of load, and what each service's memory grows by"
+.venv/bin/python -m benchmarks.memory --json --seconds 3600 --even-if-busy
 echo "nightly: all tests with many more examples per property"
 .venv/bin/python -m pytest --timeout=0 -m "nightly or not nightly" --ignore="$MACHINE" "$@"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, Literal
 
+from meshkit.address import TcpAddress
 from meshkit.cli.child import Child, last_error_line
 from meshkit.cli.compose import (
     MeshPlan,
@@ -26,6 +29,8 @@ from meshkit.cli.state import MeshRecord, ServiceKind, StateDir
 from meshkit.cli.stopping import stop_services
 from meshkit.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Internal
 from meshkit.modelstore import open_model
+
+LOOPBACK = "127.0.0.1"
 
 
 class StopRequests:
@@ -68,21 +73,25 @@ class Launcher:
         self._deadline = time.monotonic() + plan.options.start_timeout_s
 
     def start(self) -> MeshRecord:
-        """Scheduler first, then gateway and workers together; returns when all are ready.
+        """Scheduler and workers together, then the gateway; returns when all are ready.
+
+        The workers' executors are what takes long. The gateway waits for the scheduler, so that where
+        processors are few it is not in the way of the workers, which would be ready later.
 
         Raises:
             FailedPrecondition: a service ended while it started; its last words are in the text.
             DeadlineExceeded: not all were ready in time.
             Cancelled: a signal came meanwhile.
         """
-        scheduler = self._spawn("scheduler", "scheduler", scheduler_config(self._plan, state=self._state))
-        self._wait_ready([scheduler])
-        address = str((scheduler.read_ready() or {})["address"])
+        with reserve_port() as port:
+            # Known before the scheduler is there; workers come to register long after.
+            address = str(TcpAddress(LOOPBACK, port))
+            scheduler = scheduler_config(self._plan, state=self._state)
+            first = self._spawn("scheduler", "scheduler", {**scheduler, "listen": address})
+            others = self._spawn_workers(scheduler_address=address)
+            self._wait_ready([first])
         gateway = gateway_config(self._plan, state=self._state, scheduler_address=address)
-        others = [self._spawn("gateway", "gateway", gateway)]
-        for worker in self._plan.workers:
-            config = worker_config(self._plan, worker, state=self._state, scheduler_address=address)
-            others.append(self._spawn(worker.worker_id, "worker", config))
+        others.append(self._spawn("gateway", "gateway", gateway))
         self._wait_ready(others)
         record = _mesh_record("ready", self._plan.options, self._plan.model, self._children)
         self._state.write_mesh(record)
@@ -113,6 +122,16 @@ class Launcher:
         )
         for child in self._children:
             child.exit_code()  # Reaps it.
+
+    def _spawn_workers(self, *, scheduler_address: str) -> list[Child]:
+        return [
+            self._spawn(
+                worker.worker_id,
+                "worker",
+                worker_config(self._plan, worker, state=self._state, scheduler_address=scheduler_address),
+            )
+            for worker in self._plan.workers
+        ]
 
     def _spawn(self, name: str, kind: ServiceKind, config: dict[str, Any]) -> Child:
         child = Child(name, kind, config=config, state=self._state)
@@ -152,6 +171,19 @@ class Launcher:
                 f"{late} not ready after {self._plan.options.start_timeout_s:.0f} s; see the logs in "
                 f"{waiting[0].log.parent}, or give more time with --start-timeout"
             )
+
+
+@contextlib.contextmanager
+def reserve_port() -> Iterator[int]:
+    """A free TCP port of loopback for a process that is yet to start: nobody else gets it meanwhile.
+
+    A socket that is bound and does not listen keeps the system from giving the port away; a server may bind
+    it all the same, since both allow the reuse of addresses, as gRPC's do.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((LOOPBACK, 0))
+        yield holder.getsockname()[1]
 
 
 def _mesh_record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from worker_svc.executor.parent_pipe import ParentPipe
@@ -9,6 +10,8 @@ from worker_svc.executor.parent_pipe import ParentPipe
 
 def main() -> int:
     """Run one executor to its end; returns the exit code."""
+    # Libraries are made of objects that stay: `spare_the_collector` sets it to work once they are loaded.
+    gc.disable()
     pipe = ParentPipe.claim()
     try:
         # Late, so that an interpreter that lacks a library says so to the supervisor in one line.

@@ -64,7 +64,7 @@ class LinearLoader:
         weight = self._stacked([f"{name}.weight" for name in names])
         if not any(f"{name}.bias" in self._names for name in names):
             return weight, None
-        return weight, torch.cat([self._bias(name).to(weight) for name in names])
+        return weight, _join([self._bias(name).to(weight) for name in names])
 
     def tensor(self, name: str) -> Tensor:
         """One tensor as it is, in the model's dtype on the device."""
@@ -76,4 +76,15 @@ class LinearLoader:
         return torch.zeros(self._source.shape(f"{name}.weight")[0], device=self._device)
 
     def _stacked(self, names: Sequence[str]) -> Tensor:
-        return torch.cat([self.tensor(name) for name in names]) if len(names) > 1 else self.tensor(names[0])
+        return _join([self.tensor(name) for name in names])
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """The parts one after another. Without values, on `meta`, only the shape is made: torch.cat there imports
+    torch's compiler, which takes a second.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].is_meta:
+        return parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
+    return torch.cat(list(parts))
