@@ -268,6 +268,12 @@ class Engine:
         self.changes.bump()
         self.wake_replicas()
 
+    def forgive(self, replica: ReplicaId) -> None:
+        """A replica that was lost is alive, only its connection was cut: no request is to blame for that."""
+        for live in self._live:
+            if live.core.blamed_for == replica:
+                live.core.clear()
+
     def set_weights(self, model: str, weights: Mapping[str, float]) -> None:
         """Set the weights of all groups of a model; those left out get 0.
 

@@ -22,7 +22,7 @@ from chipmesh.device.v1alpha1 import execution_pb2, plugin_pb2
 from chipmesh.device.v1alpha1.execution_pb2_grpc import ExecutionServiceStub
 from chipmesh.device.v1alpha1.plugin_pb2_grpc import PluginServiceStub
 from meshkit.config import TlsConfig
-from meshkit.errors import FailedPrecondition, from_rpc_error
+from meshkit.errors import STATUS_DETAILS_KEY, FailedPrecondition, from_rpc_error
 from meshkit.rpc.channel import open_channel
 from meshkit.rpc.policy import Role
 from meshkit.telemetry.logging import get_logger
@@ -109,6 +109,8 @@ class ExecutorLink:
         self.epoch: int | None = None
         self.last_step_seq = 0
         self.close_reason: str | None = None
+        self.was_cut = False
+        """The connection was lost; the executor itself has said nothing."""
         self._worker = worker
         self._window_s = preferred_window_s if settings.window_s is None else settings.window_s
         self._target = target
@@ -253,6 +255,8 @@ class ExecutorLink:
     async def _close_with(self, call: StepCall) -> None:
         """Close for the reason that the stream ended with. ABORTED is a matter between us two alone."""
         code = await call.code()
+        # An executor that ends a stream says why; a status without that is made by grpc on this side.
+        self.was_cut = all(key != STATUS_DETAILS_KEY for key, _ in await call.trailing_metadata() or ())
         self.close(
             f"stream ended: {code.name} {await call.details()}", blame=code is not grpc.StatusCode.ABORTED
         )

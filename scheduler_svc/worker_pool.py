@@ -65,6 +65,8 @@ class Member:
     """The executors of this worker before this one, as far as they are remembered."""
     next_instance_id: str = ""
     """The executor that the holder of the lease has announced in place of this one."""
+    was_cut: bool = False
+    """The last attachment ended as its connection was cut."""
     link: ExecutorLink | None = None
     report: execution_pb2.AttachResponse | None = None
     """What its executor said when it was attached last."""
@@ -310,7 +312,7 @@ class WorkerPool:
             await member.executor_ready.wait()
             link = member.link = self._make_link(member)
             reason = await _run(link)
-            member.broken = True
+            member.broken, member.was_cut = True, link.was_cut
             self._engine.changes.bump()
             log.warning("executor link ended", worker=member.worker, epoch=link.epoch, reason=reason)
             if link.epoch is not None:
@@ -362,6 +364,8 @@ class WorkerPool:
         swap = self.swaps.running(member.worker)
         if swap is not None and swap.stage == "fence":
             swap.reach("parity" if member.on_trial else "replay")
+        if member.was_cut:
+            self._engine.forgive(info.replica)
         self._engine.add_replica(info, limits, wake=link.wake, on_trial=member.on_trial)
         if swap is not None and swap.stage == "replay":
             swap.reach("done", 1.0)

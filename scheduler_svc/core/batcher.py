@@ -229,7 +229,7 @@ class Batcher:
         ran = [ticket.request for ticket in self._tickets.values() if ticket.state is not State.WAITING]
         if blame:
             for request in ran:
-                request.blame(steps_in_flight=self.steps_in_flight)
+                request.blame(self.replica, steps_in_flight=self.steps_in_flight)
         for ticket in list(self._tickets.values()):
             self._end(ticket)
         self._steps.clear()

@@ -51,6 +51,8 @@ class Request:
     """Replicas that were lost while it ran on them, since it last made headway."""
     deaths_in_all: int = 0
     """Those, and those before."""
+    blamed_for: ReplicaId | None = None
+    """The last of those."""
     suspect_until: int = -1
     """Output tokens that it must pass to be no suspect of the last death any more."""
     payload: Any = None
@@ -76,14 +78,15 @@ class Request:
         """Whether it may be the one that its last replica died of (suspects.py)."""
         return len(self.output) <= self.suspect_until
 
-    def blame(self, *, steps_in_flight: int) -> None:
+    def blame(self, replica: ReplicaId, *, steps_in_flight: int) -> None:
         """A replica was lost while it ran there: what it did in steps in flight may have been the cause."""
+        self.blamed_for = replica
         self.deaths += 1
         self.deaths_in_all += 1
         self.suspect_until = len(self.output) + steps_in_flight
 
     def clear(self) -> None:
-        """It made headway: the last death was not its doing."""
+        """It made headway, or that replica is alive: the last death was not its doing."""
         self.deaths = 0
         self.suspect_until = -1
 

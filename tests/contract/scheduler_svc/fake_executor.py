@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
+
 from chipmesh.device.v1alpha1 import execution_pb2, plugin_pb2
 from chipmesh.device.v1alpha1.execution_pb2_grpc import (
     ExecutionServiceServicer,
@@ -57,6 +59,7 @@ class Stream:
 
     plans: asyncio.Queue[execution_pb2.StepPlan | None] = field(default_factory=asyncio.Queue)
     end: MeshError | None = None
+    is_cut: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
     extra: list[execution_pb2.StepResult] = field(default_factory=list)
 
@@ -118,9 +121,21 @@ class FakeExecutor(ExecutionServiceServicer, PluginServiceServicer):
         self._hold_at = None
         self.gate.set()
 
+    @property
+    def is_streaming(self) -> bool:
+        """Whether a scheduler has its stream of steps open."""
+        return self._stream is not None
+
     def break_stream(self, error: MeshError) -> None:
         assert self._stream is not None
         self._stream.end = error
+        self._stream.plans.put_nowait(None)
+        self._stream.over.set()
+
+    def cut_stream(self) -> None:
+        """As a connection that is lost: the status is not one of ours."""
+        assert self._stream is not None
+        self._stream.is_cut = True
         self._stream.plans.put_nowait(None)
         self._stream.over.set()
 
@@ -192,7 +207,7 @@ class FakeExecutor(ExecutionServiceServicer, PluginServiceServicer):
         next_seq = 1
         while (plan := await stream.plans.get()) is not None:
             await first_of(self.gate.wait(), stream.over.wait())
-            if stream.end is not None:
+            if stream.end is not None or stream.is_cut:
                 break
             if plan.epoch != self.epoch or plan.step_seq != next_seq:
                 raise Aborted(f"epoch {plan.epoch} of {self.epoch}, step {plan.step_seq} of {next_seq}")
@@ -205,6 +220,8 @@ class FakeExecutor(ExecutionServiceServicer, PluginServiceServicer):
             if self._executed == self._hold_at:
                 self.gate.clear()
             await context.write(execution_pb2.ExecuteStepsResponse(results=[result]))
+        if stream.is_cut:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         if stream.end is not None:
             raise stream.end
 

@@ -59,6 +59,22 @@ async def test_a_broken_stream_of_a_living_executor_is_attached_again_with_a_new
         assert (await m.replicas())["w0"].epoch == 2
 
 
+async def test_a_request_outlives_any_number_of_cut_connections_to_an_executor_that_lives(mesh: Any) -> None:
+    async with mesh() as m:
+        executor = await m.worker()
+        gateway = await m.gateway()
+        executor.gate.clear()
+        seen = await gateway.submit([4, 5], 20)
+        for cut in range(1, 4):
+            await until(
+                lambda cut=cut: len(seen.placed) == cut and executor.is_streaming, "it is placed again"
+            )
+            executor.cut_stream()
+        executor.release()
+        await seen.end()
+        assert seen.tokens == expected_tokens([4, 5], 20)
+
+
 async def test_a_step_past_its_deadline_closes_the_link_and_the_request_goes_on(mesh: Any) -> None:
     async with mesh(step_deadline_floor_s=0.1) as m:
         first, second = await m.worker("w0"), await m.worker("w1")
