@@ -110,6 +110,8 @@ class PeerServer(ABC):
     ignores_eos: ClassVar[bool] = True
     """Whether a request may say `ignore_eos`; else only the folder without an end token makes it go on."""
     precision: ClassVar[str]
+    grace_s: ClassVar[float] = 5.0
+    """How long its children may outlive it, tidying up."""
 
     def __init__(self, model: PeerModel, *, folder: Path | None = None, threads: int | None = None) -> None:
         self.model, self.folder = model, folder or self.default_folder
@@ -134,7 +136,7 @@ class PeerServer(ABC):
 
     @abstractmethod
     def versions(self) -> dict[str, str]:
-        """Of what decides the figures, once it is installed."""
+        """Of what decides the figures. Raises PeerMissing where that is not installed."""
 
     @staticmethod
     @abstractmethod
@@ -147,9 +149,10 @@ class PeerServer(ABC):
         return {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(self.threads)}
 
     def require(self) -> None:
-        """Raise PeerMissing unless it is installed."""
+        """Raise PeerMissing unless it is installed, and as a whole."""
         if not self.program.exists():
             raise PeerMissing(f"no {self.name} at {self.program}: use --install")
+        self.versions()
 
     def __enter__(self) -> PeerServer:
         self.require()
@@ -202,7 +205,7 @@ class PeerServer(ABC):
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            end_group(process)
+            end_group(process, grace_s=self.grace_s)
         if self._log is not None:
             self._log.close()
 
@@ -222,7 +225,7 @@ class LlamaServer(PeerServer):
     def command(self, port: int) -> list[str]:
         """A slot for each request at once, and batches of 128 tokens.
 
-        Tried besides: 512 of 2048, flash attention on and off, one KV buffer for all slots, no prompt cache.
+        Tried besides: 256, 512 of 2048, flash attention, polling, one KV buffer for all, no prompt cache.
         Small batches brought first tokens in a third of the time at the same tokens/s; nothing else made a
         difference beyond the noise, save the one buffer, which was slower.
         """
@@ -377,18 +380,22 @@ def answers(url: str) -> bool:
         return False
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a group, and what is left of the group; it is asked first."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
+def end_group(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
+    """End a process that leads a group, which is asked first; then what is left of the group after `grace_s`.
+
+    The rest is not asked: it may be tidying up after the leader (Python's tracker of shared memory does).
+    """
+    process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_S)
-    # A leader that ended may leave children that did not listen. They are not ours to wait for, so we look.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    deadline = time.monotonic() + grace_s
     while is_group_alive(process.pid):
-        time.sleep(0.01)  # Nothing can refuse SIGKILL; it only takes its time.
+        if time.monotonic() > deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.poll()
+        time.sleep(0.02)
+    process.wait()
 
 
 def is_group_alive(group: int) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -43,7 +44,7 @@ from meshkit.load import (
 )
 
 OURS = "chipmesh"
-REQUESTS_PER_CLIENT = 5
+WARM_UP_CLIENTS = 8
 WARM_UP_TOKENS = 16
 GOALS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "llama.cpp": {
@@ -71,6 +72,7 @@ class Workload:
     concurrency: tuple[int, ...]
     prompt_tokens: int
     output_tokens: int
+    requests_per_client: int = 5
 
 
 class PeerFailed(Exception):
@@ -124,17 +126,16 @@ async def measure_loads(
     for concurrency in workload.concurrency:
         requests = draw_requests(
             words,
-            count=REQUESTS_PER_CLIENT * concurrency,
+            count=workload.requests_per_client * concurrency,
             prompt_tokens=workload.prompt_tokens,
             output_tokens=workload.output_tokens,
             seed=1000 * round_number + concurrency,
         )
-        # As many at once as are measured: servers that compile by shape do it now.
         warm_up = [
             replace(request, max_tokens=WARM_UP_TOKENS)
             for request in draw_requests(
                 words,
-                count=concurrency,
+                count=min(concurrency, WARM_UP_CLIENTS),
                 prompt_tokens=workload.prompt_tokens,
                 output_tokens=WARM_UP_TOKENS,
                 seed=1000 * round_number + concurrency + 500,
@@ -189,7 +190,12 @@ def judge(ratios: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All rounds, and the report. Raises SystemExit where ours cannot be measured."""
-    workload = Workload(tuple(arguments.concurrency), arguments.prompt_tokens, arguments.output_tokens)
+    workload = Workload(
+        tuple(arguments.concurrency),
+        arguments.prompt_tokens,
+        arguments.output_tokens,
+        arguments.requests_per_client,
+    )
     bench = Bench(prepare_model(arguments.model), arguments.dtype, workload)
     servers, skipped = find_peers(bench.model, arguments.peers, install=arguments.install)
     rounds: Rounds = {name: [] for name in (OURS, *servers)}
@@ -212,6 +218,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": bench.model.source.name,
         "prompt_tokens": workload.prompt_tokens,
         "output_tokens": workload.output_tokens,
+        "requests_per_client": workload.requests_per_client,
         "peers": {name: describe_peer(server) for name, server in measured.items()},
         "skipped": skipped,
         "ratios": ratios,
@@ -273,10 +280,7 @@ def find_peers(
             continue
         server = SERVERS[name](model)
         try:
-            if install and not server.program.exists():
-                _tell(f"installing {name} into {server.folder}; minutes")
-                server.install(server.folder)
-            server.require()
+            require_peer(server, install=install)
         except PeerMissing as error:
             skipped[name] = str(error)
         except subprocess.CalledProcessError as error:
@@ -284,6 +288,18 @@ def find_peers(
         else:
             servers[name] = server
     return servers, skipped
+
+
+def require_peer(server: PeerServer, *, install: bool) -> None:
+    """Raises PeerMissing unless it is there; subprocess.CalledProcessError where it was to be installed."""
+    try:
+        server.require()
+    except PeerMissing:
+        if not install:
+            raise
+        _tell(f"installing {server.name} into {server.folder}; minutes")
+        server.install(server.folder)
+        server.require()
 
 
 def turn_order(names: Sequence[str], round_number: int) -> list[str]:
@@ -400,8 +416,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument(
+        "--requests-per-client", type=int, default=5, help="5 are a fair run, fewer are faster"
+    )
     parser.add_argument("--model", default="smollm2-135m", help="a GGUF, or the name of a pulled one")
     parser.add_argument("--dtype", default="auto", help="of the mesh, as `chipmesh up` has it")
+    # A run takes minutes and is often given a limit: being ended must not leave a server behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     run_command(parser, measure, print_table, plot=draw)
 
 

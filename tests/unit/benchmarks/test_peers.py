@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,34 @@ def test_peers_that_cannot_be_had_are_skipped_with_a_word(
     assert "--install" in skipped["llama.cpp"]
     assert str(tmp_path / "empty") in skipped["llama.cpp"]
     assert "SGLang" in skipped["sglang"]
+
+
+def test_with_install_a_missing_peer_is_installed_and_a_failure_is_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed: list[Path] = []
+
+    def install(folder: Path) -> None:
+        installed.append(folder)
+        if len(installed) > 1:
+            raise subprocess.CalledProcessError(1, ["cmake"])
+        program = LlamaServer(model).program
+        program.parent.mkdir(parents=True)
+        program.touch()
+
+    source = ModelFolder("m", tmp_path, {}, tmp_path / "tokenizer.json", {}, None, "1", 128, 256, ())
+    model = PeerModel(tmp_path / "m.gguf", tmp_path / "m", source)
+    monkeypatch.setattr(LlamaServer, "default_folder", tmp_path / "first")
+    monkeypatch.setattr(LlamaServer, "install", staticmethod(install))
+    servers, skipped = peers.find_peers(model, ["llama.cpp"], install=True)
+    assert list(servers) == ["llama.cpp"]
+    assert (skipped, installed) == ({}, [tmp_path / "first"])
+    assert peers.find_peers(model, ["llama.cpp"], install=True)[1] == {}
+    assert len(installed) == 1  # What is there is not fetched again.
+    monkeypatch.setattr(LlamaServer, "default_folder", tmp_path / "second")
+    servers, skipped = peers.find_peers(model, ["llama.cpp"], install=True)
+    assert servers == {}
+    assert "installation failed" in skipped["llama.cpp"]
 
 
 def test_the_machine_s_busy_time_is_all_that_is_not_idle() -> None:
