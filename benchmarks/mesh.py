@@ -34,6 +34,13 @@ class Load:
     seed: int
 
 
+def make_load(arguments: argparse.Namespace, concurrency: int, *, number: int) -> Load:
+    """Of round `number`, the warm-up's being -1. No two share a prompt: it would be in the prefix cache."""
+    requests = max(5 * concurrency, 10) if number >= 0 else concurrency
+    seed = 1_000_000 * (number + 1) + concurrency
+    return Load(concurrency, requests, arguments.prompt_tokens, arguments.output_tokens, seed)
+
+
 async def run_load(address: str, load: Load) -> dict[str, Any]:
     """The figures of one run through the gateway at `address`.
 
@@ -70,12 +77,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All loads once for warmth, then each `rounds` times, in turns, so that drift meets all alike."""
     rounds: dict[str, list[dict[str, Any]]] = {str(each): [] for each in arguments.concurrency}
     with _gateway(arguments) as address:
-        for seed in range(-1, arguments.rounds):
+        for number in range(-1, arguments.rounds):
             for concurrency in arguments.concurrency:
-                requests = max(5 * concurrency, 8) if seed >= 0 else concurrency
-                load = Load(concurrency, requests, arguments.prompt_tokens, arguments.output_tokens, seed)
+                load = make_load(arguments, concurrency, number=number)
                 figures = uvloop.run(run_load(address, load))
-                if seed >= 0:
+                if number >= 0:
                     rounds[str(concurrency)].append({**dataclasses.asdict(load), **figures})
     return {
         **describe_run(),

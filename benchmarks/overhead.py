@@ -24,7 +24,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.inproc import describe_load
-from benchmarks.mesh import Load, run_load
+from benchmarks.mesh import Load, make_load, run_load
 from benchmarks.plots import save_bars
 from benchmarks.report import describe_run, run_command
 from benchmarks.running_mesh import running_mesh
@@ -94,13 +94,12 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     with running_mesh("--model-path", arguments.model, "--dtype", "float32") as mesh:
         replica = asyncio.run(read_replica(mesh["scheduler"]["address"]))
         with InProcess(arguments.model, replica) as inproc:
-            for seed in range(-1, arguments.rounds):
+            for number in range(-1, arguments.rounds):
                 for concurrency in arguments.concurrency:
-                    requests = max(5 * concurrency, 10) if seed >= 0 else concurrency  # The first warms up.
-                    load = Load(concurrency, requests, arguments.prompt_tokens, arguments.output_tokens, seed)
+                    load = make_load(arguments, concurrency, number=number)
                     alone = inproc.run(load)
                     whole = uvloop.run(run_load(mesh["gateway"]["address"], load))
-                    if seed >= 0:
+                    if number >= 0:
                         rounds[str(concurrency)].append(_one_round(alone, whole))
     return {
         "mesh_over_inproc": {key: _median(each, "ratio") for key, each in rounds.items()},
