@@ -23,6 +23,8 @@ from gateway.key_interceptor import KeyInterceptor
 from gateway.key_metrics import KeyMetrics
 from gateway.metrics import GatewayMetrics
 from gateway.models import open_models
+from gateway.openai_http.edge import Edge
+from gateway.openai_http.server import OpenAiServer
 from gateway.prompts import PromptReader
 from gateway.servicer import SERVICE_NAME, InferenceServicer
 from gateway.session_client import SessionClient, SessionSettings
@@ -33,6 +35,7 @@ from meshkit.certificates.reading import check_own
 from meshkit.config import load_config
 from meshkit.errors import Unavailable
 from meshkit.http.observability import HealthReport, ObservabilityServer
+from meshkit.http.tls import listener_context
 from meshkit.modelstore import default_cache_dir
 from meshkit.rpc.channel import open_channel
 from meshkit.rpc.exposure import check_exposure
@@ -53,10 +56,11 @@ LAST_WORDS_S = 1.0
 
 @dataclass(frozen=True)
 class GatewayAddresses:
-    """Where a started gateway listens: gRPC, and HTTP for health and metrics."""
+    """Where a started gateway listens: gRPC, HTTP for health and metrics, OpenAI's interface if it is on."""
 
     address: str
     http_address: str
+    openai_address: str | None = None
 
 
 class GatewayService:
@@ -157,14 +161,23 @@ class GatewayService:
         http = ObservabilityServer(config.http_listen, metrics.registry, self._health)
         http_address = await http.start()
         self._cleanup.push_async_callback(http.stop)
-        keys, key_files = await self._open_keys(registry)
+        ring, key_metrics, key_files = await self._open_keys(registry)
+        keys = KeyInterceptor(
+            ring, is_public=not is_local(config.listen), on_refused=key_metrics.unauthenticated.inc
+        )
         address = await self._start_rpc(self._generations, keys)
+        openai_address = None
+        if config.openai_listen is not None:
+            edge = Edge(
+                ring, is_public=not is_local(config.openai_listen), on_refused=key_metrics.unauthenticated.inc
+            )
+            openai_address = await self._start_openai(config.openai_listen, self._generations, edge, registry)
         if config.watches_keys:
             self._run(key_files.watch(), "API keys")
         self._run(session.run(), "session")
         self._run(self._follow_session(), "health")
         self._run(LoopLag(registry).measure(), "loop lag")
-        return GatewayAddresses(config.advertise or address, http_address)
+        return GatewayAddresses(config.advertise or address, http_address, openai_address)
 
     async def _build_session(self, registry: Metrics) -> SessionClient:
         config = self._config
@@ -193,8 +206,8 @@ class GatewayService:
         peer = await asyncio.to_thread(check_own, tls, Role.GATEWAY)
         return f"gateway-{unique}" if peer is None else f"{peer.name}/{unique}"
 
-    async def _open_keys(self, registry: Metrics) -> tuple[KeyInterceptor, KeyFiles]:
-        """Who may call: checks each call from now on, and follows the files of keys when it is run."""
+    async def _open_keys(self, registry: Metrics) -> tuple[KeyRing, KeyMetrics, KeyFiles]:
+        """Who may call: the keys that are good now, and what follows their files when it is run."""
         config = self._config
         ring = KeyRing(checks_keys=config.checks_keys, allow_anonymous=config.allow_anonymous)
         metrics = KeyMetrics(registry, lambda: ring.tenants)
@@ -205,10 +218,7 @@ class GatewayService:
             on_error=metrics.file_errors.inc,
         )
         await files.load()
-        interceptor = KeyInterceptor(
-            ring, is_public=not is_local(config.listen), on_refused=metrics.unauthenticated.inc
-        )
-        return interceptor, files
+        return ring, metrics, files
 
     async def _listener_credentials(self) -> grpc.ServerCredentials | None:
         config = self._config
@@ -238,6 +248,29 @@ class GatewayService:
         )
         address = await self._rpc.start()
         self._cleanup.push_async_callback(self._rpc.stop, LAST_WORDS_S)
+        return address
+
+    async def _start_openai(
+        self, listen: str, generations: Generations, edge: Edge, registry: Metrics
+    ) -> str:
+        config, tls = self._config, None
+        if config.listen_tls is not None:
+            files = config.listen_tls
+            tls = await asyncio.to_thread(
+                listener_context, certificate=files.certificate, key=files.key, field="listen_tls"
+            )
+        elif config.checks_keys and not is_local(listen):
+            log.warning("API keys travel in plain text: set listen_tls, or end TLS before this gateway")
+        server = OpenAiServer(
+            listen,
+            generations=generations,
+            edge=edge,
+            registry=registry.registry,
+            health=self._health,
+            tls=tls,
+        )
+        address = await server.start()
+        self._cleanup.push_async_callback(server.stop)
         return address
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -302,6 +335,7 @@ async def _serve(
                     "pid": os.getpid(),
                     "address": addresses.address,
                     "http_address": addresses.http_address,
+                    **({"openai_address": addresses.openai_address} if addresses.openai_address else {}),
                 },
             )
         await stopping

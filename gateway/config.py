@@ -106,7 +106,8 @@ class GatewayConfig(ServiceConfig):
         api_keys_interval_s seconds, as the files of keys are. Without either everybody may, on loopback or a
         Unix socket only.
     allow_anonymous: calls without a key are served, too, also from beyond this host.
-    listen_tls: certificate of `listen`; None: plain text.
+    openai_listen: OpenAI's interface over HTTP, "HOST:PORT" (0: a free one) or "unix:PATH"; None: none.
+    listen_tls: certificate of `listen` and `openai_listen`; None: plain text.
     """
 
     scheduler_address: str
@@ -129,6 +130,7 @@ class GatewayConfig(ServiceConfig):
     api_keys_file: Path | None = None
     api_keys_interval_s: float = Field(default=1.0, gt=0.0)
     allow_anonymous: bool = False
+    openai_listen: str | None = None
     listen_tls: ListenTlsConfig | None = None
 
     @property
@@ -142,19 +144,22 @@ class GatewayConfig(ServiceConfig):
         return self.api_keys_file is not None or any(key.file is not None for key in self.api_keys)
 
     def check_listener(self) -> None:
-        """Whether `listen` is open to no more than was said.
+        """Whether the listeners of clients are open to no more than was said.
 
         Raises:
-            InvalidArgument: it is reached from beyond this host, and nobody said who may call.
+            InvalidArgument: one is reached from beyond this host, and nobody said who may call.
         """
-        if is_local(self.listen) or self.checks_keys or self.allow_anonymous:
+        if self.checks_keys or self.allow_anonymous:
             return
-        raise InvalidArgument(
-            f"listen is {self.listen!r}, which is reached from beyond this host, and there are no api_keys; "
-            "add some (`chipmesh keys new NAME` makes one), or say allow_anonymous: true to serve everybody",
-            field="listen",
-            reason="LISTENER_WITHOUT_KEYS",
-        )
+        for field, address in (("listen", self.listen), ("openai_listen", self.openai_listen)):
+            if address is not None and not is_local(address):
+                raise InvalidArgument(
+                    f"{field} is {address!r}, which is reached from beyond this host, and there are no "
+                    "api_keys; add some (`chipmesh keys new NAME` makes one), or say allow_anonymous: true "
+                    "to serve everybody",
+                    field=field,
+                    reason="LISTENER_WITHOUT_KEYS",
+                )
 
     @field_validator("models")
     @classmethod

@@ -18,7 +18,7 @@ from gateway.live_request import LiveRequest, OutputReader
 from gateway.metrics import GatewayMetrics, RequestTimer
 from gateway.models import ServedModel, ServedModels
 from gateway.output_text import OutputText
-from gateway.prompts import PromptReader, field_of
+from gateway.prompts import Conversation, PromptReader, field_of
 from gateway.request_span import RequestSpan
 from gateway.session_client import SessionClient
 from gateway.streams import StreamTable
@@ -43,6 +43,22 @@ class GenerationBounds:
     max_resume_window_s: float
     message_interval_s: float
     max_messages_per_s: int
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What a request may have beyond its message.
+
+    conversation: takes the prompt's place. choice: index among the generations that one call asks for; draws
+    depend on it. shown_tokens: special tokens that come out as text, where the vocabulary has them.
+    """
+
+    conversation: Conversation | None = None
+    choice: int = 0
+    shown_tokens: tuple[str, ...] = ()
+
+
+NO_EXTENSION = Extension()
 
 
 def draw_seed() -> int:
@@ -84,7 +100,12 @@ class Generations:
 
     @asynccontextmanager
     async def generate(
-        self, request: pb.GenerateRequest, *, tenant: Tenant, time_left_s: float | None
+        self,
+        request: pb.GenerateRequest,
+        *,
+        tenant: Tenant,
+        time_left_s: float | None,
+        extension: Extension = NO_EXTENSION,
     ) -> AsyncIterator[OutputReader]:
         """Start a generation, or follow the one of this request_id, after the output that the request brings.
 
@@ -99,7 +120,8 @@ class Generations:
         """
         self._refuse_while_draining()
         with self._following(), RequestSpan() as span:
-            reader = await self._open(self._read(request, tenant), span, time_left_s=time_left_s)
+            asked = self._read(request, tenant, extension)
+            reader = await self._open(asked, span, time_left_s=time_left_s)
             live = reader.request
             span.accepted(live.spec)
             try:
@@ -195,7 +217,7 @@ class Generations:
         live = await self._admit(asked, deadline=deadline, traceparent=span.traceparent)
         return self._attach(live, live.given_count)
 
-    def _read(self, request: pb.GenerateRequest, tenant: Tenant) -> _Asked:
+    def _read(self, request: pb.GenerateRequest, tenant: Tenant, extension: Extension) -> _Asked:
         model = self.models.find(request.model)
         timer = RequestTimer(self._metrics, model.name, clock=self._clock)
         validation.check_request_id(request.request_id)
@@ -206,7 +228,7 @@ class Generations:
             max_resume_window_s=self._bounds.max_resume_window_s,
         )
         key = RequestKey(tenant.name, request.request_id or secrets.token_hex(16))
-        return _Asked(request, key, tenant, model, _salted(options, tenant), timer)
+        return _Asked(request, key, tenant, model, _salted(options, tenant), timer, extension)
 
     async def _admit(self, asked: _Asked, *, deadline: float | None, traceparent: str) -> LiveRequest:
         tenant = asked.tenant
@@ -214,7 +236,7 @@ class Generations:
         try:
             tenant.admit(live=self._table.busy_count_of(tenant.name) - 1)
             spec = await self._complete(asked)
-            text = _output_text(spec, asked.model)
+            text = _output_text(spec, asked.model, asked.extension.shown_tokens)
             given = await self._take_in(asked.output_token_ids, spec, text)
             # The gateway may have begun to drain while the prompt was tokenised.
             self._refuse_while_draining()
@@ -257,7 +279,7 @@ class Generations:
         return reader
 
     async def _complete(self, asked: _Asked) -> GenerationSpec:
-        prompt = asked.request.prompt
+        prompt = asked.extension.conversation or asked.request.prompt
         return validation.complete(
             asked.options,
             asked.model,
@@ -265,6 +287,7 @@ class Generations:
             prompt_token_ids=await self.prompts.read(prompt, asked.model),
             field=field_of(prompt),
             owner=asked.tenant.name,
+            choice=asked.extension.choice,
         )
 
     async def _take_in(self, token_ids: Sequence[int], spec: GenerationSpec, text: OutputText) -> array[int]:
@@ -333,6 +356,7 @@ class _Asked:
     model: ServedModel
     options: validation.Options
     timer: RequestTimer
+    extension: Extension
 
     @property
     def output_token_ids(self) -> Sequence[int]:
@@ -377,8 +401,11 @@ def _salted(options: validation.Options, tenant: Tenant) -> validation.Options:
     return replace(options, scheduling=replace(scheduling, cache_salt=tenant.salt(scheduling.cache_salt)))
 
 
-def _output_text(spec: GenerationSpec, model: ServedModel) -> OutputText:
-    detokenizer = (
-        None if model.text is None else IncrementalDetokenizer(model.text.tokenizer, spec.prompt_token_ids)
-    )
+def _output_text(spec: GenerationSpec, model: ServedModel, shown_tokens: Sequence[str]) -> OutputText:
+    detokenizer = None
+    if model.text is not None:
+        tokenizer = model.text.tokenizer
+        ids = (tokenizer.id_of(token) for token in shown_tokens)
+        shown = tuple(token_id for token_id in ids if token_id is not None)
+        detokenizer = IncrementalDetokenizer(tokenizer, spec.prompt_token_ids, shown_token_ids=shown)
     return OutputText(detokenizer, stop_strings=spec.stop.stop_strings, min_tokens=spec.stop.min_tokens)

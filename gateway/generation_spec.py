@@ -69,6 +69,7 @@ class GenerationSpec:
     end_token_ids: all ids that end it, the model's (unless ignored) and the client's.
     seed_is_drawn: the client left the seed to the gateway.
     owner: name of the key that it belongs to, "" without one.
+    choice: index among the generations that one request asked for; draws depend on it.
     """
 
     request_id: str
@@ -81,6 +82,7 @@ class GenerationSpec:
     scheduling: Scheduling = Scheduling()
     seed_is_drawn: bool = False
     owner: str = ""
+    choice: int = 0
 
     @property
     def key(self) -> RequestKey:

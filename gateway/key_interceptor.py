@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from gateway.api_keys import KeyRing
-from gateway.public_errors import public_error
+from gateway.public_errors import readable_error
 from gateway.tenant import Tenant
 from meshkit.errors import MeshError, Unauthenticated
 from meshkit.rpc.handlers import Context, Handler, Proceed, wrap_handler
@@ -34,8 +34,7 @@ def current_tenant() -> Tenant:
 class KeyInterceptor(grpc.aio.ServerInterceptor):
     """Identifies the tenant of a call by its key; errors leave in public words where internals are hidden.
 
-    is_public: hide them from everybody, since the listener is reached from beyond this host. Otherwise from
-        those who come with a key: who calls without one is this host's own user.
+    is_public: see `readable_error`.
     on_refused: told of each call whose key is not good.
     """
 
@@ -60,7 +59,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         try:
             return await proceed()
         except MeshError as error:
-            public = public_error(error) if self._is_public or not tenant.is_anonymous else error
+            public = readable_error(error, tenant, is_public=self._is_public)
             if public is error:
                 raise
             raise public from error

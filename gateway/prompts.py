@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from chipmesh.inference.v1alpha1 import inference_pb2 as pb
 from gateway.models import ModelText, ServedModel
 from gateway.text import TextPool
-from gateway.validation import check_prompt_form, read_token_prompt
+from gateway.validation import check_prompt_form, check_size, read_token_prompt
 from meshkit.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A chat with all that templates know, which is more than `ChatPrompt` carries.
+
+    messages: `role`, `content` (text), and of those that call tools or answer a call what templates read.
+    tools: as OpenAI's schema has them. variables: further ones for the template. size_bytes: of all of it.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    size_bytes: int
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -19,7 +34,7 @@ class PromptReader:
     pool: TextPool
     max_bytes: int
 
-    async def read(self, prompt: pb.Prompt, model: ServedModel) -> Sequence[int]:
+    async def read(self, prompt: pb.Prompt | Conversation, model: ServedModel) -> Sequence[int]:
         """The token ids of `prompt`; may be empty where a text holds nothing that the model has tokens for.
 
         Raises:
@@ -27,22 +42,24 @@ class PromptReader:
             FailedPrecondition: text or chat for a model of token ids alone.
             ResourceExhausted: too many texts wait for the pool.
         """
-        check_prompt_form(prompt, max_bytes=self.max_bytes)
-        form = prompt.WhichOneof("form")
-        if form == "tokens":
-            return read_token_prompt(prompt.tokens.token_ids, model)
+        if isinstance(prompt, Conversation):
+            check_size(prompt.size_bytes, field="prompt.chat", max_bytes=self.max_bytes)
+        else:
+            check_prompt_form(prompt, max_bytes=self.max_bytes)
+            if prompt.WhichOneof("form") == "tokens":
+                return read_token_prompt(prompt.tokens.token_ids, model)
         text = model.require_text(field_of(prompt))
         try:
-            if form == "text":
+            if isinstance(prompt, pb.Prompt) and prompt.WhichOneof("form") == "text":
                 return await self.pool.run(_encode, prompt.text, text, text.add_special_tokens)
-            return await self.pool.run(_encode_chat, prompt.chat, text)
+            return await self.pool.run(_encode_chat, prompt, text)
         except InvalidArgument as error:
             raise _at_prompt(error) from error
 
 
-def field_of(prompt: pb.Prompt) -> str:
+def field_of(prompt: pb.Prompt | Conversation) -> str:
     """The path of the field that holds the prompt's content."""
-    form = prompt.WhichOneof("form")
+    form = "chat" if isinstance(prompt, Conversation) else prompt.WhichOneof("form")
     return {"text": "prompt.text", "chat": "prompt.chat", "tokens": "prompt.tokens.token_ids"}.get(
         form or "", "prompt"
     )
@@ -61,10 +78,18 @@ def _encode(text: str, model_text: ModelText, add_special_tokens: bool) -> Seque
     return as_repeated(token_ids)
 
 
-def _encode_chat(chat: pb.ChatPrompt, model_text: ModelText) -> Sequence[int]:
-    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+def _conversation_of(prompt: pb.Prompt | Conversation) -> Conversation:
+    if isinstance(prompt, Conversation):
+        return prompt
+    messages = [{"role": message.role, "content": message.content} for message in prompt.chat.messages]
+    return Conversation(messages, prompt.ByteSize())
+
+
+def _encode_chat(prompt: pb.Prompt | Conversation, model_text: ModelText) -> Sequence[int]:
+    chat = _conversation_of(prompt)
+    rendered = model_text.template.render(chat.messages, tools=chat.tools, variables=chat.variables)
     # The template has written the special tokens already.
-    return _encode(model_text.template.render(messages), model_text, False)
+    return _encode(rendered, model_text, False)
 
 
 def _at_prompt(error: InvalidArgument) -> InvalidArgument:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 
+from gateway.tenant import Tenant
 from meshkit.errors import MeshError, ResourceExhausted
 from meshkit.telemetry.logging import get_logger
 
@@ -25,6 +26,9 @@ PASSING = frozenset({
     # This gateway's words about the mesh, without names or addresses.
     "DRAINING", "SCHEDULER_UNAVAILABLE", "SCHEDULER_LOST", "TOKENS_LOST", "REASON_MISSING", "API_KEY_INVALID",
     "MALFORMED_MESSAGE",
+    # Of the OpenAI interface, about what was sent to it.
+    "UNSUPPORTED_VALUE", "UNSUPPORTED_ENDPOINT", "BODY_NOT_JSON", "BODY_TOO_LARGE",
+    "CONTENT_TYPE_UNSUPPORTED", "METRICS_NOT_PUBLIC", "GENERATION_CANCELLED",
 })  # fmt: skip
 """Reasons whose texts were read: no address, path, process or exception is in them."""
 
@@ -38,6 +42,15 @@ REWORDED: dict[str, tuple[str | None, str]] = {
 """Reasons that say something to a client: the request's field at fault, and words that it may read."""
 
 KEPT_BACK = "the mesh could not do this; send it again, and tell its operator the id where that does not help"
+
+
+def readable_error(error: MeshError, tenant: Tenant, *, is_public: bool) -> MeshError:
+    """`error` as the caller of a listener may read it.
+
+    is_public: the listener is reached from beyond this host, so internals are hidden from everybody.
+        Otherwise from those who come with a key: who calls without one is this host's own user.
+    """
+    return public_error(error) if is_public or not tenant.is_anonymous else error
 
 
 def public_error(error: MeshError) -> MeshError:

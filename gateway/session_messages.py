@@ -148,6 +148,7 @@ def _sampling(spec: GenerationSpec) -> sampling_pb2.SamplingParameters:
     suppressing = spec.stop.min_tokens > 0
     return sampling_pb2.SamplingParameters(
         **asdict(spec.sampling),
+        choice=spec.choice,
         logprobs=spec.logprobs,
         suppressed_token_ids=spec.end_token_ids if suppressing else (),
         min_tokens=spec.stop.min_tokens if suppressing else 0,

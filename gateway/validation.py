@@ -124,9 +124,14 @@ def check_prompt_form(prompt: pb.Prompt, *, max_bytes: int) -> None:
         raise _refusal("prompt.text", "is empty", "at least one character is needed")
     if form == "chat" and not prompt.chat.messages:
         raise _refusal("prompt.chat.messages", "is empty", "at least one message is needed")
-    size = prompt.ByteSize()
-    if form != "tokens" and size > max_bytes:
-        raise _refusal(f"prompt.{form}", f"has {size} bytes", f"at most {max_bytes} are allowed; shorten it")
+    if form != "tokens":
+        check_size(prompt.ByteSize(), field=f"prompt.{form}", max_bytes=max_bytes)
+
+
+def check_size(size_bytes: int, *, field: str, max_bytes: int) -> None:
+    """Raises InvalidArgument for a prompt of more than `max_bytes`."""
+    if size_bytes > max_bytes:
+        raise _refusal(field, f"has {size_bytes} bytes", f"at most {max_bytes} are allowed; shorten it")
 
 
 def read_token_prompt(token_ids: Sequence[int], model: ServedModel) -> Sequence[int]:
@@ -151,9 +156,10 @@ def complete(
     prompt_token_ids: Sequence[int],
     field: str,
     owner: str = "",
+    choice: int = 0,
 ) -> GenerationSpec:
     """The whole request, once the prompt's tokens are known. field: where the prompt came from, for errors.
-    owner: name of the key that it belongs to.
+    owner: name of the key that it belongs to. choice: its index among those of one request.
 
     max_tokens is clipped to what the context leaves.
 
@@ -183,6 +189,7 @@ def complete(
         scheduling=options.scheduling,
         seed_is_drawn=options.seed_is_drawn,
         owner=owner,
+        choice=choice,
     )
 
 

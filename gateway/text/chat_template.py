@@ -50,6 +50,8 @@ class ChatTemplate:
         self._variables = {name: folder.tokenizer_config.get(name) or "" for name in _TOKEN_VARIABLES}
         source = folder.tokenizer_config.get("chat_template")
         self._template = None if source is None else self._compile(source)
+        self._source = source or ""
+        self._takes_tools = source is not None and self._sandbox.reads_variable(source, "tools")
 
     def __repr__(self) -> str:
         return f"<ChatTemplate model={self._model_name!r} present={self._template is not None}>"
@@ -59,11 +61,28 @@ class ChatTemplate:
         """Whether the model has a template at all."""
         return self._template is not None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def mentions(self, text: str) -> bool:
+        """Whether `text` stands in the template's source: what markup the model was trained on."""
+        return text in self._source
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template shows `tools` to the model; another one would drop them silently."""
+        return self._takes_tools
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt for `messages`, each with `role` (one of KNOWN_ROLES) and `content` (text).
 
         add_generation_prompt: end with the opening of the assistant's turn. Encode the result with
         `add_special_tokens=False`: the template has written them already.
+        tools: as OpenAI's schema has them. variables: further ones that the template knows; ours go before.
 
         Raises:
             InvalidArgument: (chat) no template, no messages, an unknown role, content that is no text, or
@@ -76,14 +95,15 @@ class ChatTemplate:
                 reason="CHAT_TEMPLATE_MISSING",
             )
         self._check(messages)
-        variables = {
+        everything = {
+            **(variables or {}),
             **self._variables,
             "messages": [dict(message) for message in messages],
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._render(self._template, variables)
+        return self._render(self._template, everything)
 
     def _render(self, template: Template, variables: dict[str, Any]) -> str:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gateway.text.tokenizer import Tokenizer
 
@@ -28,14 +28,19 @@ class IncrementalDetokenizer:
         *,
         emitted_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
+        shown_token_ids: Collection[int] = (),
     ) -> None:
-        """`emitted_token_ids`: tokens whose text went out before (replay); the next text follows on theirs
+        """`shown_token_ids`: special tokens that come out as text all the same.
+
+        `emitted_token_ids`: tokens whose text went out before (replay); the next text follows on theirs
         exactly.
 
         Costs a few microseconds whatever the prompt's length.
         """
         self._table = tokenizer.token_bytes
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        if shown_token_ids:
+            self._skipped = self._skipped.difference(shown_token_ids)
         self._decoder = _decoder_of_utf8("replace")
         tail = self._tail(prompt_token_ids)
         self._strip_pending = tokenizer.strips_leading_space and not tail

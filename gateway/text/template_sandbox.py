@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -67,6 +67,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             tick = nodes.ExprStmt(nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None))
             loop.body.insert(0, tick.set_lineno(loop.lineno).set_environment(self))
         return Template.from_code(self, self.compile(tree), self.make_globals(None))
+
+    def reads_variable(self, source: str, name: str) -> bool:
+        """Whether the template uses a variable of the caller's called `name`."""
+        return name in meta.find_undeclared_variables(self.parse(source))
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Every call of a template comes through here, recursive macros' too."""

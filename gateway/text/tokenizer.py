@@ -70,6 +70,11 @@ class Tokenizer:
         )
         return text.removeprefix(" ") if self.strips_leading_space else text
 
+    def id_of(self, token: str) -> int | None:
+        """The id of the token that is written so; None where the vocabulary has none."""
+        found: int | None = self._inner.token_to_id(token)
+        return found
+
     def is_special(self, token_id: int) -> bool:
         """Whether the token is markup (end of turn, padding, ...) rather than text."""
         return token_id in self.special_token_ids

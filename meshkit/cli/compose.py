@@ -249,6 +249,7 @@ def gateway_config(plan: MeshPlan, *, state: StateDir, scheduler_address: str) -
         **_service_part(options, name="gateway", state=state),
         "listen": str(TcpAddress(options.host, options.port)),
         "http_listen": str(TcpAddress(options.host, options.http_port)),
+        "openai_listen": str(TcpAddress(options.host, options.openai_port)),
         "scheduler_address": scheduler_address,
         "models": [_gateway_model(name, group) for name, group in models.items()],
         "cache_dir": str(options.cache_dir),

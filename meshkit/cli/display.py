@@ -106,8 +106,12 @@ def _describe_service(service: ServiceRecord) -> dict[str, object]:
         "address": reachable(str(service.address)),
         "http_address": reachable(str(service.http_address)),
         "log": str(service.log),
-        **service.details,
+        **{name: _detail(name, value) for name, value in service.details.items()},
     }
+
+
+def _detail(name: str, value: object) -> object:
+    return reachable(str(value)) if name == "openai_address" else value
 
 
 def generate_command(mesh: MeshRecord) -> str:
@@ -121,10 +125,16 @@ def print_summary(mesh: MeshRecord, state: StateDir, *, detached: bool) -> None:
     workers = len(mesh.of_kind("worker"))
     lines = [f"chipmesh is up: model {mesh.model}, {workers} worker{'s' if workers > 1 else ''}"]
     lines += [f"  {_service_line(service)}" for service in mesh.services]
+    lines += _openai_lines(mesh)
     lines += [f"  logs: {mesh.services[0].log.parent}", "try it:", f"  {generate_command(mesh)}"]
     down = f"{environment_prefix(state)}{own_command()} down"
     lines += ["stop it:", f"  {down}" if detached else f"  Ctrl-C, or {down}"]
     print("\n".join(lines), flush=True)
+
+
+def _openai_lines(mesh: MeshRecord) -> list[str]:
+    address = mesh.of_kind("gateway")[0].details.get("openai_address")
+    return [f"  OpenAI clients: base_url http://{reachable(str(address))}/v1"] if address else []
 
 
 def _service_line(service: ServiceRecord) -> str:

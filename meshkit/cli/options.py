@@ -51,7 +51,7 @@ class MeshOptions(FrozenConfig):
     """The flags of `up`. None leaves the choice to the service, which takes it from what the chip reports.
 
     chunked_prefill_size: tokens; -1 turns chunking off. mem_fraction_static: share in (0, 1].
-    page_size, max_total_tokens, context_length: tokens. port, http_port: 0 picks a free one.
+    page_size, max_total_tokens, context_length: tokens. port, http_port, openai_port: 0 picks a free one.
     groups: from a groups file, instead of device_groups. model_path may be empty where every group has one.
     start_timeout_s: seconds until everything must be ready.
     """
@@ -84,6 +84,7 @@ class MeshOptions(FrozenConfig):
     host: str = "127.0.0.1"
     port: int = 0
     http_port: int = 0
+    openai_port: int = 0
     api_keys_file: Path | None = None
     allow_anonymous: bool = False
     otlp_endpoint: str | None = None

@@ -53,6 +53,7 @@ def test_the_gateway_takes_its_configuration(name: str, tmp_path: Path) -> None:
     rendered = render(read_values(name))
     config = gateway_config(rendered, tmp_path)
     assert (config.listen, config.http_listen) == ("0.0.0.0:50051", "0.0.0.0:8080")
+    assert config.openai_listen == "0.0.0.0:8000"
     assert config.api_keys_file is not None
     check_exposure(config, {"scheduler_address": config.scheduler_address}, metrics=Metrics())
     service = rendered.one("Service", "chipmesh-scheduler")

@@ -7,8 +7,10 @@ import pytest
 from tests.deploy.chart import NAMESPACE, VALUES, Rendered, Values, read_values, render
 from tests.deploy.network import OUTSIDE, Peer, may_connect
 
-GATEWAY, SCHEDULER, EXECUTOR, HTTP, SUPERVISOR = 50051, 50061, 50100, 8080, 50071
-PORTS = (GATEWAY, SCHEDULER, EXECUTOR, 50999, 51000, HTTP, SUPERVISOR, 22, 443)
+GATEWAY, OPENAI, SCHEDULER, EXECUTOR, HTTP, SUPERVISOR = 50051, 8000, 50061, 50100, 8080, 50071
+PORTS = (GATEWAY, OPENAI, SCHEDULER, EXECUTOR, 50999, 51000, HTTP, SUPERVISOR, 22, 443)
+
+PUBLIC = {("gateway", GATEWAY), ("gateway", OPENAI)}
 
 
 def services(rendered: Rendered) -> dict[str, Peer]:
@@ -34,9 +36,11 @@ def reached(rendered: Rendered, source: Peer) -> set[tuple[str, int]]:
 
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("namespace", [OUTSIDE, NAMESPACE, "kube-system"])
-def test_who_is_not_of_the_mesh_reaches_the_gateways_port_and_nothing_else(name: str, namespace: str) -> None:
+def test_who_is_not_of_the_mesh_reaches_the_gateways_ports_and_nothing_else(
+    name: str, namespace: str
+) -> None:
     stranger = Peer("stranger", namespace, {"app": "stranger"})
-    assert reached(render(read_values(name)), stranger) == {("gateway", GATEWAY)}
+    assert reached(render(read_values(name)), stranger) == PUBLIC
 
 
 @pytest.mark.parametrize("name", [name for name in VALUES if name != "tensor-parallel"])
@@ -50,7 +54,7 @@ def test_services_reach_those_that_they_need_and_no_other(name: str) -> None:
     }
     for component, targets in expected.items():
         # A gateway is a client like any other where everyone is.
-        assert reached(rendered, peers[component]) - {("gateway", GATEWAY)} == targets, component
+        assert reached(rendered, peers[component]) - PUBLIC == targets, component
 
 
 def test_ranks_of_a_group_reach_each_other() -> None:
@@ -65,7 +69,7 @@ def test_ranks_of_a_group_reach_each_other() -> None:
 def test_only_named_clients_reach_a_gateway_that_names_some() -> None:
     client = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "apps"}}}
     rendered = render({"networkPolicy": {"clients": [client]}})
-    assert reached(rendered, Peer("client", "apps", {})) == {("gateway", GATEWAY)}
+    assert reached(rendered, Peer("client", "apps", {})) == PUBLIC
     assert reached(rendered, Peer("client", OUTSIDE, {})) == set()
 
 
@@ -73,7 +77,7 @@ def test_prometheus_reaches_the_health_and_metrics_of_all_services() -> None:
     rendered = render(read_values("observability"))
     prometheus = Peer("prometheus", "monitoring", {})
     assert reached(rendered, prometheus) == {
-        ("gateway", GATEWAY), ("gateway", HTTP), ("scheduler", HTTP), ("worker", HTTP),
+        *PUBLIC, ("gateway", HTTP), ("scheduler", HTTP), ("worker", HTTP),
     }  # fmt: skip
 
 
@@ -104,7 +108,7 @@ def test_only_the_gateway_has_a_service_that_can_be_published(name: str) -> None
         for item in rendered.of_kind("Service")
         if item["spec"].get("type", "ClusterIP") != "ClusterIP"
     }
-    assert published == {"chipmesh-gateway": [GATEWAY]}
+    assert published == {"chipmesh-gateway": [GATEWAY, OPENAI]}
     assert rendered.of_kind("Ingress") == []
     for pod in rendered.pods().values():
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod["spec"].keys()

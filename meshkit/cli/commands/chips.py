@@ -101,7 +101,7 @@ def plan(
     emulate: Emulate = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or a dtype that the chip reports.")] = "auto",
-    quantization: Annotated[str, typer.Option(help="Quantise weights on load: w8a8 or w4a16.")] = "",
+    quantization: Annotated[str, typer.Option(help="w8a8, w4a16: weights; a8: activations to int8.")] = "",
     page_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a KV page.")] = None,
     chunked_prefill_size: Annotated[int | None, typer.Option(help="Most prompt tokens of a step.")] = None,
     max_running_requests: Annotated[int | None, typer.Option(min=1, help="Most requests at once.")] = None,

@@ -39,7 +39,7 @@ def up(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, safetensors, gguf, dummy.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or a dtype that the chip reports.")] = "auto",
-    quantization: Annotated[str, typer.Option(help="Quantise weights on load: w8a8 or w4a16.")] = "",
+    quantization: Annotated[str, typer.Option(help="w8a8, w4a16: weights; a8: activations to int8.")] = "",
     chunked_prefill_size: Annotated[
         int | None, typer.Option(help="Most prompt tokens of a step; -1: off.")
     ] = None,
@@ -80,7 +80,7 @@ def up(
         bool | None,
         typer.Option("--enable-mixed-chunk/--disable-mixed-chunk", help="Prefill and decode in one step."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Host of the gateway's two listeners.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Host of the gateway's listeners.")] = "127.0.0.1",
     api_keys_file: Annotated[
         Path | None, typer.Option(help="JSON with the keys of clients (`chipmesh keys new` prints one).")
     ] = None,
@@ -90,6 +90,10 @@ def up(
     port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port of the gateway; 0: a free one.")] = 0,
     http_port: Annotated[
         int, typer.Option(min=0, max=65535, help="HTTP port of the gateway; 0: a free one.")
+    ] = 0,
+    openai_port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Port of the gateway's OpenAI HTTP interface; 0: a free one."),
     ] = 0,
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Send traces there, for instance http://127.0.0.1:4317.")

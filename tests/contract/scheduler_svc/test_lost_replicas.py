@@ -65,11 +65,11 @@ async def test_a_request_outlives_any_number_of_cut_connections_to_an_executor_t
         gateway = await m.gateway()
         executor.gate.clear()
         seen = await gateway.submit([4, 5], 20)
-        for cut in range(1, 4):
-            await until(
-                lambda cut=cut: len(seen.placed) == cut and executor.is_streaming, "it is placed again"
-            )
+        cuts = 0
+        while cuts < 3:
+            await until(lambda: len(seen.placed) == cuts + 1 and executor.is_streaming, "it is placed again")
             executor.cut_stream()
+            cuts += 1
         executor.release()
         await seen.end()
         assert seen.tokens == expected_tokens([4, 5], 20)

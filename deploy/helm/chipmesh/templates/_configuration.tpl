@@ -23,6 +23,7 @@ later ones over earlier ones, objects field by field.
 {{- define "chipmesh.gatewayConfiguration" -}}
 {{- $own := dict
   "listen" "0.0.0.0:50051"
+  "openai_listen" "0.0.0.0:8000"
   "http_listen" "0.0.0.0:8080"
   "scheduler_address" (include "chipmesh.schedulerAddress" .)
   "models" .Values.models.served
