@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,14 +66,16 @@ async def test_a_request_outlives_any_number_of_cut_connections_to_an_executor_t
         gateway = await m.gateway()
         executor.gate.clear()
         seen = await gateway.submit([4, 5], 20)
-        cuts = 0
-        while cuts < 3:
-            await until(lambda: len(seen.placed) == cuts + 1 and executor.is_streaming, "it is placed again")
+        for times in (1, 2, 3):
+            await until(partial(_runs_again, seen, executor, times), "it is placed again")
             executor.cut_stream()
-            cuts += 1
         executor.release()
         await seen.end()
         assert seen.tokens == expected_tokens([4, 5], 20)
+
+
+def _runs_again(seen: Any, executor: Any, times: int) -> bool:
+    return len(seen.placed) == times and executor.is_streaming
 
 
 async def test_a_step_past_its_deadline_closes_the_link_and_the_request_goes_on(mesh: Any) -> None:
