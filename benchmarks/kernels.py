@@ -1,7 +1,9 @@
 """Products of the native step kernel by encoding and number of rows, beside torch's, and the host's limits.
 
 Shapes are those of the model's layers; the limits are measured in the same run: multiply-adds on registers
-alone, and reads of memory that no cache holds. `share_of_fma_limit` is what a product reaches of the first.
+alone, of floats and of bytes, and reads of memory that no cache holds. `share_of_fma_limit` is what a product
+reaches of the first, `share_of_int8_limit` what one of rows in int8 (quantization a8, with their rounding)
+reaches of the second.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import numpy as np
 import torch
 
 from benchmarks.report import describe_run, run_command
-from plugins.cpu.native.library import ENCODINGS, StepLibrary
+from plugins.cpu.native.library import BLOCKS, ENCODINGS, StepLibrary
 from plugins.cpu.native.loading import load_kernel
 from plugins.cpu.step_program import CpuStepProgram
-from plugins.sdk.step_program import LLAMA, DecoderLayer, DecoderShape, DecoderWeights, StoredMatrix
+from plugins.sdk.step_program import A8, LLAMA, DecoderLayer, DecoderShape, DecoderWeights, StoredMatrix
 
 _READ_BYTES = 512 << 20
 _FMA_TURNS = 20_000_000
@@ -42,7 +44,9 @@ def open_library() -> StepLibrary:
 
 
 def measure_limits(library: StepLibrary, instruction_set: str, threads: int) -> dict[str, float]:
-    """GFLOP/s of multiply-adds and GB/s of reads on `threads` threads, the best of some rounds each."""
+    """GFLOP/s of multiply-adds, GOP/s of those of bytes, and GB/s of reads on `threads` threads: the best of
+    some rounds each.
+    """
     kernels = library.find_kernels(instruction_set.encode())
     memory = np.ones(_READ_BYTES // 4, dtype=np.float32)  # Zeros would all be one page.
     parts = np.array_split(memory, threads)
@@ -51,12 +55,19 @@ def measure_limits(library: StepLibrary, instruction_set: str, threads: int) -> 
     def multiply_adds(thread: int) -> float:
         return float(library.fma(kernels, _FMA_TURNS, ctypes.addressof(sinks[thread])))
 
+    def multiply_adds_of_bytes(thread: int) -> float:
+        return float(library.int8(kernels, _FMA_TURNS, ctypes.addressof(sinks[thread])))
+
     def read(thread: int) -> float:
         part = parts[thread]
         library.read(kernels, part.ctypes.data, part.size)
         return float(part.nbytes)
 
-    return {"gflops": _best_rate(multiply_adds, threads), "read_gbytes_per_s": _best_rate(read, threads)}
+    return {
+        "gflops": _best_rate(multiply_adds, threads),
+        "int8_gops": _best_rate(multiply_adds_of_bytes, threads),
+        "read_gbytes_per_s": _best_rate(read, threads),
+    }
 
 
 def _best_rate(work: Callable[[int], float], threads: int) -> float:
@@ -78,7 +89,9 @@ def _best_rate(work: Callable[[int], float], threads: int) -> float:
     return round(best, 1)
 
 
-def make_program(library: StepLibrary, encoding: str, instruction_set: str, threads: int) -> CpuStepProgram:
+def make_program(
+    library: StepLibrary, encoding: str, instruction_set: str, threads: int, quantization: str = ""
+) -> CpuStepProgram:
     """A model of zeros: what numbers are multiplied makes no difference to the time."""
 
     def matrix(outputs: int, inner: int) -> StoredMatrix:
@@ -101,7 +114,14 @@ def make_program(library: StepLibrary, encoding: str, instruction_set: str, thre
     small = matrix(32, SHAPE.hidden)
     cos_sin = np.zeros((SHAPE.context_tokens, SHAPE.head_dim), dtype=np.float32)
     weights = DecoderWeights(small, [layer] * SHAPE.layers, norm, small, cos_sin)
-    return CpuStepProgram(library, SHAPE, weights, threads=threads, instruction_set=instruction_set)
+    return CpuStepProgram(
+        library,
+        SHAPE,
+        weights,
+        threads=threads,
+        instruction_set=instruction_set,
+        quantization=quantization,
+    )
 
 
 def time_native(program: CpuStepProgram, rows: int, rounds: int) -> dict[str, float]:
@@ -138,7 +158,9 @@ def time_torch(rows: int, rounds: int) -> dict[str, float]:
     return seconds
 
 
-def describe(seconds: Mapping[str, float], rows: int, encoding: str, limit: float) -> dict[str, Any]:
+def describe(
+    seconds: Mapping[str, float], rows: int, encoding: str, limits: Mapping[str, float]
+) -> dict[str, Any]:
     """Rates over one layer's products together."""
     count, size = _BLOCKS[encoding]
     values = sum(outputs * inner for outputs, inner in MATRICES.values())
@@ -149,7 +171,8 @@ def describe(seconds: Mapping[str, float], rows: int, encoding: str, limit: floa
         "rows": rows,
         "layer_us": round(total * 1e6, 1),
         "gflops": round(gflops, 1),
-        "share_of_fma_limit": round(gflops / limit, 3),
+        "share_of_fma_limit": round(gflops / limits["gflops"], 3),
+        "share_of_int8_limit": round(gflops / limits["int8_gops"], 3),
         "weights_gbytes_per_s": round(values / count * size / total / 1e9, 1),
         "products_us": {name: round(each * 1e6, 1) for name, each in seconds.items()},
     }
@@ -162,24 +185,27 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(threads)
     name = arguments.kernel or library.instruction_set
     limits = measure_limits(library, name, threads)
-    lines: list[dict[str, Any]] = []
-    for encoding in arguments.encodings:
-        program = make_program(library, encoding, name, threads)
-        lines += [
-            describe(time_native(program, rows, arguments.rounds), rows, encoding, limits["gflops"])
+
+    def measure(encoding: str, quantization: str = "") -> list[dict[str, Any]]:
+        program = make_program(library, encoding, name, threads, quantization)
+        return [
+            describe(time_native(program, rows, arguments.rounds), rows, encoding, limits)
             for rows in arguments.rows
         ]
+
+    lines = [line for encoding in arguments.encodings for line in measure(encoding)]
+    rounded = [
+        line for encoding in arguments.encodings if encoding in BLOCKS for line in measure(encoding, A8)
+    ]
     with torch.inference_mode():
-        peer = [
-            describe(time_torch(rows, arguments.rounds), rows, "F32", limits["gflops"])
-            for rows in arguments.rows
-        ]
+        peer = [describe(time_torch(rows, arguments.rounds), rows, "F32", limits) for rows in arguments.rows]
     return {
         **describe_run(),
         "instruction_set": name,
         "threads": threads,
         "limits": limits,
         "native": lines,
+        A8: rounded,
         "onednn": peer,
     }
 
@@ -187,9 +213,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def print_table(report: Mapping[str, Any]) -> None:
     """For people."""
     print(f"{report['instruction_set']}, threads: {report['threads']}, limits: {report['limits']}")
-    for source in ("native", "onednn"):
+    for source in ("native", A8, "onednn"):
         for line in report[source]:
-            share = f"{100 * line['share_of_fma_limit']:.0f} % of the FMA limit"
+            limit = "int8" if source == A8 else "fma"
+            share = f"{100 * line[f'share_of_{limit}_limit']:.0f} % of the {limit} limit"
             print(
                 f"{source:>7} {line['encoding']:>5} rows {line['rows']:>4}: {line['layer_us']:>9} us, "
                 f"{line['gflops']:>6} GFLOP/s ({share}), {line['weights_gbytes_per_s']} GB/s of weights"

@@ -196,7 +196,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.output_tokens,
         arguments.requests_per_client,
     )
-    bench = Bench(prepare_model(arguments.model), arguments.dtype, workload)
+    ours = ("--dtype", arguments.dtype, "--quantization", arguments.quantization)
+    bench = Bench(prepare_model(arguments.model), ours, workload)
     servers, skipped = find_peers(bench.model, arguments.peers, install=arguments.install)
     rounds: Rounds = {name: [] for name in (OURS, *servers)}
     for number in range(arguments.rounds):
@@ -231,8 +232,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 class Bench:
     """What is the same for all systems: the model, its words and the workload."""
 
-    def __init__(self, model: PeerModel, dtype: str, workload: Workload) -> None:
-        self.model, self._dtype, self._workload = model, dtype, workload
+    def __init__(self, model: PeerModel, ours: Sequence[str], workload: Workload) -> None:
+        """ours: flags of `chipmesh up`."""
+        self.model, self._ours, self._workload = model, ours, workload
         self._tokenizer = Tokenizer.from_file(str(model.source.tokenizer_file))
         self._words = word_ids(self._tokenizer)
 
@@ -252,7 +254,7 @@ class Bench:
         self, server: PeerServer | None
     ) -> Iterator[tuple[GrpcTarget | OpenAiTarget, Tokenizer | None]]:
         if server is None:
-            with running_mesh("--model-path", str(self.model.gguf), "--dtype", self._dtype) as mesh:
+            with running_mesh("--model-path", str(self.model.gguf), *self._ours) as mesh:
                 yield GrpcTarget(mesh["gateway"]["address"]), None
             return
         with server:
@@ -421,6 +423,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2-135m", help="a GGUF, or the name of a pulled one")
     parser.add_argument("--dtype", default="auto", help="of the mesh, as `chipmesh up` has it")
+    parser.add_argument("--quantization", default="", help="of the mesh, as `chipmesh up` has it: a8")
     # A run takes minutes and is often given a limit: being ended must not leave a server behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     run_command(parser, measure, print_table, plot=draw)

@@ -1,9 +1,10 @@
 """Whole steps of the executor's model runner in one process: decode at several batch sizes, and a prefill.
 
-The native kernel and the plugin's operators take turns, round by round. Limits of the host are measured in
-the same run. `fraction_of_fma_limit`: 2 operations a weight and token over what the host can multiply-add;
-`fraction_of_bandwidth_limit`: steps/s over those that reading each weight once at one byte would allow.
-Quality: perplexity over the tests' texts, and greedy agreement with the reference's tokens.
+The native kernel, with `--quantization` once more so, and the plugin's operators take turns, round by round.
+Limits of the host are measured in the same run. `fraction_of_fma_limit`: 2 operations a weight and token over
+what the host can multiply-add; `fraction_of_bandwidth_limit`: steps/s over those that reading each weight
+once at one byte would allow. Quality: perplexity over the tests' texts, and greedy agreement with the
+reference's tokens.
 """
 
 from __future__ import annotations
@@ -46,11 +47,14 @@ _RANDOM = replace(_GREEDY, temperature=0.8, top_p=0.95)
 class Executor:
     """A loaded model whose sequences sit in slots from 0, each with its own run of pages."""
 
-    def __init__(self, model: str, options: Mapping[str, str], *, slots: int, tokens: int) -> None:
+    def __init__(
+        self, model: str, options: Mapping[str, str], *, slots: int, tokens: int, quantization: str = ""
+    ) -> None:
         """slots, tokens: most sequences, and most tokens of each."""
         self.runner = OperatorModelRunner(load_backend("cpu", options))
         begun = time.perf_counter()
-        self.loaded: LoadedModel = self.runner.load(LoadOptions(model), lambda stage, share: None)
+        asked = LoadOptions(model, quantization=quantization)
+        self.loaded: LoadedModel = self.runner.load(asked, lambda stage, share: None)
         self.load_s = round(time.perf_counter() - begun, 2)
         self._width = -(-tokens // PAGE)
         self.runner.allocate_kv_cache(page_count=slots * self._width, page_size=PAGE, max_slots=slots)
@@ -109,11 +113,19 @@ def time_decode(
 def time_prefill(executor: Executor, tokens: int) -> dict[str, Any]:
     """One prompt in one step."""
     executor.runner.reset()
-    prompt = random_tokens(tokens, executor.loaded.vocab_size)
+    prompt, program = random_tokens(tokens, executor.loaded.vocab_size), executor.program
+    if program is not None:
+        program.take_profile()
     begun = time.perf_counter()
     executor.prefill(0, prompt)
     seconds = time.perf_counter() - begun
-    return {"step_ms": round(seconds * 1e3, 2), "tokens_per_s": round(tokens / seconds, 1)}
+    profile = program.take_profile() if program is not None else {}
+    shares = {name: round(value / seconds, 3) for name, value in profile.items()}
+    return {
+        "step_ms": round(seconds * 1e3, 2),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "shares": shares,
+    }
 
 
 def measure_quality(executor: Executor) -> dict[str, Any]:
@@ -166,14 +178,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Rounds in turns; medians over rounds."""
     library = open_library()
     threads = arguments.threads or torch.get_num_threads()
-    common = {"threads": str(threads)}
-    tokens = max(arguments.context + WARM_UP + arguments.steps + 1, arguments.prefill + 1, 400)
-    sides = {
-        name: Executor(
-            arguments.model, {**common, "kernel": kernel}, slots=max(arguments.batch), tokens=tokens
-        )
-        for name, kernel in (("native", arguments.kernel), ("operators", "off"))
-    }
+    sides = _open_sides(arguments, threads)
     instruction_set = "" if arguments.kernel == "auto" else arguments.kernel
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     limits = []
@@ -183,25 +188,47 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, executor in sides.items():
             rounds[name].append(_one_round(executor, arguments, settings))
     limit = {key: statistics.median(each[key] for each in limits) for key in limits[0]}
-    native = summarise_rounds(rounds["native"])
+    results = {name: summarise_rounds(each) for name, each in rounds.items()}
     weights = count_weights(sides["native"].loaded, arguments.model)
     return {
         **describe_run(),
         "model": arguments.model,
         "context_tokens": arguments.context,
+        "quantization": arguments.quantization,
         "threads": threads,
         "instruction_set": instruction_set or library.instruction_set,
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "load_s": {name: executor.load_s for name, executor in sides.items()},
         "weight_bytes": {name: executor.loaded.weight_bytes for name, executor in sides.items()},
+        "numeric_class": {name: executor.loaded.numeric_class for name, executor in sides.items()},
         "limits": {**limit, "rounds": limits},
-        **fractions(native, limit, weights),
-        "native": native,
-        "operators": summarise_rounds(rounds["operators"]),
+        **fractions(results["native"], limit, weights),
+        **results,
+        "quantized_fractions": fractions(results["quantized"], limit, weights)
+        if "quantized" in results
+        else None,
         "quality": {name: measure_quality(executor) for name, executor in sides.items()}
         if arguments.quality
         else None,
         "rounds": rounds,
+    }
+
+
+def _open_sides(arguments: argparse.Namespace, threads: int) -> dict[str, Executor]:
+    """native; quantized, where that is asked for; operators."""
+    tokens = max(arguments.context + WARM_UP + arguments.steps + 1, arguments.prefill + 1, 400)
+    asked = {"native": (arguments.kernel, ""), "operators": ("off", "")}
+    if arguments.quantization:
+        asked["quantized"] = (arguments.kernel, arguments.quantization)
+    return {
+        name: Executor(
+            arguments.model,
+            {"threads": str(threads), "kernel": kernel},
+            slots=max(arguments.batch),
+            tokens=tokens,
+            quantization=quantization,
+        )
+        for name, (kernel, quantization) in asked.items()
     }
 
 
@@ -262,20 +289,29 @@ def print_table(report: Mapping[str, Any]) -> None:
     """For people."""
     limits = {key: value for key, value in report["limits"].items() if key != "rounds"}
     print(f"{report['instruction_set']}, threads: {report['threads']}, limits: {limits}")
-    for batch, native in report["native"]["decode"].items():
-        operators = report["operators"]["decode"][batch]["tokens_per_s"]
+    operators = report["operators"]
+    print_side("native", report["native"], operators, report)
+    if report["quantized_fractions"] is not None:
+        print_side(report["quantization"], report["quantized"], operators, report["quantized_fractions"])
+    print(f"quality   : {report['quality']}")
+
+
+def print_side(
+    name: str, side: Mapping[str, Any], operators: Mapping[str, Any], shares: Mapping[str, Any]
+) -> None:
+    """Lines of one side. shares: as `fractions` gives them."""
+    for batch, line in side["decode"].items():
         print(
-            f"decode {batch:>3}: {native['tokens_per_s']:>8} tokens/s, "
-            f"{report['fraction_of_fma_limit'][batch]:.2f} of the FMA limit, "
-            f"{report['fraction_of_bandwidth_limit'][batch]:.2f} of the int8 bandwidth limit; "
-            f"by operators {operators}; {native['shares']}"
+            f"{name:>6} decode {batch:>3}: {line['tokens_per_s']:>8} tokens/s, "
+            f"{shares['fraction_of_fma_limit'][batch]:.2f} of the FMA limit, "
+            f"{shares['fraction_of_bandwidth_limit'][batch]:.2f} of the int8 bandwidth limit; "
+            f"by operators {operators['decode'][batch]['tokens_per_s']}; {line['shares']}"
         )
     print(
-        f"prefill   : {report['native']['prefill']['tokens_per_s']:>8} tokens/s, "
-        f"{report['fraction_of_fma_limit']['prefill']:.2f} of the FMA limit; "
-        f"by operators {report['operators']['prefill']['tokens_per_s']}"
+        f"{name:>6} prefill   : {side['prefill']['tokens_per_s']:>8} tokens/s, "
+        f"{shares['fraction_of_fma_limit']['prefill']:.2f} of the FMA limit; "
+        f"by operators {operators['prefill']['tokens_per_s']}; {side['prefill']['shares']}"
     )
-    print(f"quality   : {report['quality']}")
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -289,8 +325,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, help="default: torch's, which follows OMP_NUM_THREADS")
     parser.add_argument(
-        "--kernel", default="auto", help="as the plugin's option: auto, avx512, avx2, baseline"
+        "--kernel", default="auto", help="as the plugin's option: auto, avx512_vnni, avx512, avx2, ..."
     )
+    parser.add_argument("--quantization", default="", help="measure this too, as a8, beside none")
     parser.add_argument(
         "--random", action="store_true", help="temperature 0.8, top-p 0.95 in place of greedy"
     )

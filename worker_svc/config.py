@@ -57,7 +57,7 @@ class WorkerConfig(ServiceConfig):
     device: index as the framework counts, after visibility variables.
     max_total_tokens: size of the KV cache in tokens; else mem_fraction_static of the device's memory, see
     kv_sizing.
-    quantization: of weights as they are loaded: "", w8a8 or w4a16.
+    quantization: "", w8a8 or w4a16 (of weights as they are loaded), or a8 (of what they are multiplied with).
     executors_on_host: how many share the host's memory.
     takeover_token: secret that lets a new supervisor take over this id while it is live; None: one of this
     process.

@@ -71,7 +71,10 @@ class PlannedModel:
             encodings=entry.encodings,
             progress=partial(progress, "weights"),
         )
-        return self.backend.execute_runnable(lambda: self.backend.create_step_program(shape, reader.read()))
+        quantization: str = self.plan.quantization.value
+        return self.backend.execute_runnable(
+            lambda: self.backend.create_step_program(shape, reader.read(), quantization=quantization)
+        )
 
     def build(self, operators: OperatorBinder, progress: Progress) -> Model:
         """Read and place the weights. operators: `self.operators`, or what shows their calls to somebody."""

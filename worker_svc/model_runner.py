@@ -254,14 +254,14 @@ def _kv_shape(planned: PlannedModel, model: Model | StepProgram) -> KvShape:
 def _describe(planned: PlannedModel, model: Model | StepProgram) -> LoadedModel:
     folder, plan, policy = planned.folder, planned.plan, planned.policy
     kv_dtype: str = plan.kv_cache_dtype.value
-    suffix = f"+{policy.format}" if policy.quantizes else ""
+    suffix = f"+{policy.format}" if policy.format else ""
     return LoadedModel(
         architecture=planned.architecture,
         vocab_size=folder.vocab_size,
         context_tokens=folder.context_length,
         kv_bytes_per_token=_kv_shape(planned, model).values_per_token * dtype_size(kv_dtype),
         weight_bytes=model.weight_bytes,
-        weights_version=f"{folder.weights_version}{suffix}",
+        weights_version=f"{folder.weights_version}{suffix if policy.quantizes else ''}",
         numeric_class=f"{plan.dtype.value}{suffix}",
         kv_cache_dtype=kv_dtype,
         kv_layout=plan.kv_layout.value,

@@ -20,7 +20,8 @@ def backend(options: Mapping[str, str]) -> Backend:
     """Start the plugin.
 
     options: `threads`, compute threads, at least 1; by default torch's choice, which follows OMP_NUM_THREADS.
-    `kernel`: auto (default), off, or an instruction set (avx512, avx2, baseline) for the native step kernel.
+    `kernel`: auto (default), off, or an instruction set (avx512_vnni, avx512, avx2, baseline) for the native
+    step kernel.
 
     Raises:
         InvalidArgument: an unknown option, or a value out of range.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshkit.errors import InvalidArgument
 
 _MOST_THREADS = 1024
-KERNELS = ("auto", "off", "avx512", "avx2", "baseline")
+KERNELS = ("auto", "off", "avx512_vnni", "avx512", "avx2", "baseline")
 
 
 @dataclass(frozen=True)

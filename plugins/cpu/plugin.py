@@ -57,7 +57,9 @@ class CpuBackend(OperatorBackend):
             framework_range=">=2.5,<3",
         )
 
-    def create_step_program(self, shape: DecoderShape, weights: DecoderWeights) -> StepProgram:
+    def create_step_program(
+        self, shape: DecoderShape, weights: DecoderWeights, *, quantization: str = ""
+    ) -> StepProgram:
         """The native kernel, on as many threads as torch has."""
         assert self._kernel.library is not None, "the report has no program without a library"
         return CpuStepProgram(
@@ -66,6 +68,7 @@ class CpuBackend(OperatorBackend):
             weights,
             threads=torch.get_num_threads(),
             instruction_set=self._instruction_set,
+            quantization=quantization,
         )
 
     def _make_report(self) -> CapabilityReport:
@@ -76,7 +79,7 @@ class CpuBackend(OperatorBackend):
             accumulation_dtype="float32",
             kv_cache_dtypes=DTYPES,
             kv_layout=self._operators.kv_layout.name,
-            preferred_chunk_tokens=512,
+            preferred_chunk_tokens=128,
             preferred_batch_size=64,
             preferred_step_window_ms=STEP_WINDOW_MS,
             numeric_classes=DTYPES,

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from meshkit.errors import Internal, InvalidArgument
+from meshkit.telemetry.logging import get_logger
 from plugins.cpu.native.library import (
+    BLOCKS,
     ENCODINGS,
     MATRICES,
     PHASES,
@@ -22,6 +24,7 @@ from plugins.cpu.native.library import (
 )
 from plugins.sdk.runner import FloatArray, IntArray
 from plugins.sdk.step_program import (
+    A8,
     LLAMA,
     DecoderLayer,
     DecoderShape,
@@ -33,6 +36,8 @@ from plugins.sdk.step_program import (
     StepProgramCapability,
     StoredMatrix,
 )
+
+log = get_logger(__name__)
 
 _GATE_STRIPE = 16
 """A panel of 32 columns holds so many gates, then their ups: both are in one tile when silu wants them."""
@@ -57,7 +62,8 @@ def describe_program(
         ),
         kv_layout=KV_LAYOUT,
         implementation=f"native kernel, {instruction_set or library.instruction_set}, threads: {threads}; "
-        "weights as stored, decoded exactly to float32",
+        "weights as stored, decoded exactly",
+        quantizations=("", A8),
     )
 
 
@@ -72,11 +78,14 @@ class CpuStepProgram(StepProgram):
         *,
         threads: int,
         instruction_set: str = "",
+        quantization: str = "",
     ) -> None:
-        """instruction_set: "" for the best of this processor. Raises MemoryError."""
+        """instruction_set: "" for the best of this processor. quantization: "" or A8. Raises MemoryError."""
         self._library = library
         self._shape = shape
         self._weight_bytes = 0
+        self._int8 = quantization == A8
+        self._rounding = 0
         self._kernels = library.find_kernels(instruction_set.encode())
         sizes = Sizes(
             shape.layers,
@@ -90,7 +99,7 @@ class CpuStepProgram(StepProgram):
             shape.eps,
             shape.scale,
         )
-        self._program = library.create(ctypes.byref(sizes), self._kernels, threads)
+        self._program = library.create(ctypes.byref(sizes), self._int8, self._kernels, threads)
         if self._program is None:
             raise MemoryError(f"the step kernel gets no memory, or not its {threads} threads")
         self._free = weakref.finalize(self, library.destroy, self._program)
@@ -99,6 +108,8 @@ class CpuStepProgram(StepProgram):
         self._draws: DrawSettings | None = None
         self._logits = np.empty((0, shape.vocab_size), dtype=np.float32)
         self._pack(weights)
+        if self._int8 and not self._rounding:
+            log.warning("quantization rounds nothing: no matrix is in 4- or 8-bit blocks", quantization=A8)
 
     def __repr__(self) -> str:
         return f"<CpuStepProgram {self._library.instruction_set} layers={self._shape.layers}>"
@@ -170,11 +181,14 @@ class CpuStepProgram(StepProgram):
         return dict(zip(PHASES, seconds.tolist(), strict=True))
 
     def multiply(self, matrix: str, x: FloatArray, *, layer: int = 0) -> FloatArray:
-        """One product by itself, x [rows, inner] in the kernel's blocks of rows, for benchmarks and tests."""
+        """One product by itself, for benchmarks and tests.
+
+        x [rows, inner]: in the kernel's blocks of rows, or row by row where they are rounded to int8.
+        """
         outputs = self._outputs(matrix)
         made = np.empty((len(x), outputs), dtype=np.float32)
         place = (self._program, MATRICES.index(matrix), layer)
-        status = self._library.multiply(*place, self._kernels, x.ctypes.data, len(x), made.ctypes.data)
+        status = self._library.multiply(*place, x.ctypes.data, len(x), made.ctypes.data)
         _check(status, "a product")
         return made
 
@@ -249,6 +263,7 @@ class CpuStepProgram(StepProgram):
             bias.ctypes.data if bias is not None else None,
         )
         _check(status, name)
+        self._rounding += matrix.encoding in BLOCKS
         self._weight_bytes += rows.nbytes + (bias.nbytes if bias is not None else 0)
 
 

@@ -86,8 +86,12 @@ class Backend(ContractClass, contract=True):
     def create_runner(self, context: RunnerContext) -> ModelRunner | None:
         """The plugin's own runner; None: the framework's runner on `operators`."""
 
-    def create_step_program(self, shape: DecoderShape, weights: DecoderWeights) -> StepProgram:
+    def create_step_program(
+        self, shape: DecoderShape, weights: DecoderWeights, *, quantization: str = ""
+    ) -> StepProgram:
         """The model as one program; called only where the plan chose one of the report's `step_programs`.
+
+        quantization: one of that entry's `quantizations`.
 
         Raises:
             MemoryError: the weights do not fit.

@@ -14,7 +14,7 @@ from meshkit.errors import FailedPrecondition, InvalidArgument
 from plugins.sdk.capabilities import CapabilityReport, Coverage, OperatorCapability
 from plugins.sdk.catalogue import CATALOGUE, OpSpec, evaluate, holds, symbols_of
 from plugins.sdk.runner import OperatorDecision
-from plugins.sdk.step_program import DecoderShape, StepProgramCapability
+from plugins.sdk.step_program import PROGRAM_QUANTIZATIONS, DecoderShape, StepProgramCapability
 
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_MAX_RUNNING = 64
@@ -25,6 +25,7 @@ _KV_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "float8_e4m3fn",
 """Short names that users of `--kv-cache-dtype` know."""
 RUNS_ON_CHIP = ("native", "fused", "padded")
 """Choices by an implementation of the plugin's own."""
+_BY_OPERATORS = ": by operators"
 FALLBACKS = ("padded", "decomposed", "reference")
 """Choices that are not the operator as the catalogue has it: in the log and in a metric."""
 
@@ -124,7 +125,8 @@ def plan_execution(
     Raises:
         InvalidArgument: a dtype or page size that the chip does not offer; the field is named.
         FailedPrecondition: (model_path) a constraint that cannot be met; (strict) an operator would run on
-            the reference; (kv_cache_dtype) nothing converts to it.
+            the reference; (kv_cache_dtype) nothing converts to it; (quantization) only a step program offers
+            it, and none serves the model.
     """
     dtype = choose_dtype(request.dtype, report)
     kv_dtype = choose_kv_dtype(request.kv_cache_dtype, dtype.value, report)
@@ -132,6 +134,8 @@ def plan_execution(
     program = choose_step_program(
         report, shape, dtype=dtype.value, kv_dtype=kv_dtype.value, quantization=request.quantization
     )
+    if request.quantization in PROGRAM_QUANTIZATIONS and program.value is None:
+        raise _no_program(request.quantization, program.reason)
     return ExecutionPlan(
         chip=report.chip,
         emulated=report.emulated,
@@ -266,16 +270,20 @@ def choose_step_program(
 ) -> Choice:
     """The pattern whose program serves the model, else None and what stands in the way."""
     if not report.step_programs:
-        return Choice(None, "the chip has no step programs: by operators")
+        return Choice(None, f"the chip has no step programs{_BY_OPERATORS}")
     if shape is None:
-        return Choice(None, "the model is of no pattern that step programs know: by operators")
+        return Choice(None, f"the model is of no pattern that step programs know{_BY_OPERATORS}")
     entry = next((each for each in report.step_programs if each.pattern == shape.pattern), None)
     if entry is None:
-        return Choice(None, f"the chip has no program for models of pattern {shape.pattern}: by operators")
+        return Choice(None, f"the chip has no program for models of pattern {shape.pattern}{_BY_OPERATORS}")
     obstacle = _program_obstacle(entry, shape, dtype, kv_dtype, quantization)
     if obstacle:
-        return Choice(None, f"{obstacle}: by operators")
-    return Choice(shape.pattern, f"the whole step is one call of the plugin's ({entry.implementation})")
+        return Choice(None, f"{obstacle}{_BY_OPERATORS}")
+    offered = ", ".join(filter(None, entry.quantizations)) or "none"
+    return Choice(
+        shape.pattern,
+        f"the whole step is one call of the plugin's ({entry.implementation}; quantizations: {offered})",
+    )
 
 
 def _program_obstacle(
@@ -287,8 +295,8 @@ def _program_obstacle(
         return f"the program computes in {', '.join(entry.dtypes)}, not {dtype}"
     if kv_dtype not in entry.kv_cache_dtypes:
         return f"the program caches in {', '.join(entry.kv_cache_dtypes)}, not {kv_dtype}"
-    if quantization:
-        return f"the program has no products over {quantization} weights"
+    if quantization not in entry.quantizations:
+        return f"the program has no {quantization} products"
     symbols = shape.symbols()
     for constraint in entry.constraints:
         if not holds(constraint, symbols):
@@ -297,9 +305,21 @@ def _program_obstacle(
     return ""
 
 
+def _no_program(quantization: str, reason: str) -> FailedPrecondition:
+    cause = reason.removesuffix(_BY_OPERATORS)
+    return FailedPrecondition(
+        f"quantization is {quantization!r}, which step programs alone offer, and none serves this model "
+        f"here: {cause}; leave quantization out to run without, or mend that",
+        field="quantization",
+        reason="QUANTIZATION_UNSUPPORTED",
+    )
+
+
 def _quantization(asked: str, report: CapabilityReport) -> Choice:
     if not asked:
         return Choice("", "not asked for")
+    if asked in PROGRAM_QUANTIZATIONS:
+        return Choice(asked, "as asked; the step program's products take such rows")
     covered = {each.name for each in report.operators if each.coverage is Coverage.NATIVE}
     if f"linear_{asked}" in covered:
         return Choice(asked, "as asked; the chip has products over such weights")

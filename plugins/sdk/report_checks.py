@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from plugins.sdk.capabilities import CapabilityReport, Coverage, OperatorCapability
 from plugins.sdk.catalogue import CATALOGUE
 from plugins.sdk.op_spec import UNIT_ROUNDOFF, OpSpec, holds, symbols_of
-from plugins.sdk.step_program import PATTERNS, SYMBOLS
+from plugins.sdk.step_program import PATTERNS, PROGRAM_QUANTIZATIONS, SYMBOLS
 from plugins.sdk.tensors import DTYPE_BYTES
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
@@ -121,6 +121,7 @@ def find_in_programs(report: CapabilityReport) -> list[str]:
         where = f"step program {entry.pattern}"
         found += _in_names(f"{where}: dtypes", entry.dtypes, report.compute_dtypes)
         found += _in_names(f"{where}: kv_cache_dtypes", entry.kv_cache_dtypes, report.kv_cache_dtypes)
+        found += _in_names(f"{where}: quantizations", entry.quantizations, ("", *PROGRAM_QUANTIZATIONS))
         if not entry.kv_layout:
             found.append(f"{where} names no kv_layout")
         found += [f"{where}: {each}" for text in entry.constraints for each in _in_program_constraint(text)]

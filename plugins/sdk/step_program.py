@@ -22,6 +22,13 @@ and a feed-forward part gated by silu; an embedding before, rms_norm and a head 
 """
 
 PATTERNS = (LLAMA,)
+A8 = "a8"
+"""Products of weights in blocks of 4 or 8 bits with rows in int8: each 32 inner values of a row rounded to
+nearest, halves to even, by a scale of their own, their largest magnitude / 127. Sums of a block are exact,
+those over blocks float32. Products with other weights, and all else, as without.
+"""
+PROGRAM_QUANTIZATIONS = (A8,)
+"""Values of `quantization` that step programs alone offer: no operator has such numbers."""
 SYMBOLS = frozenset("KIHGDVL")
 """What constraints of step programs may name, see `DecoderShape.symbols`."""
 
@@ -107,6 +114,7 @@ class StepProgramCapability:
     dtypes, kv_cache_dtypes: those that it computes and caches in. encodings: weights that it uses as stored;
     others are decoded to F32 first. constraints: as of operators, by `DecoderShape.symbols`. kv_layout: how
     its pages lie in memory. implementation: for people. reason: why no program runs here, "" where one does.
+    quantizations: "" for weights as they are, and those of PROGRAM_QUANTIZATIONS that it can.
     """
 
     pattern: str
@@ -117,6 +125,7 @@ class StepProgramCapability:
     kv_layout: str = ""
     implementation: str = ""
     reason: str = ""
+    quantizations: Sequence[str] = ("",)
 
 
 @dataclass(frozen=True, slots=True)

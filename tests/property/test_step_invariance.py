@@ -1,9 +1,9 @@
-"""float32 on the native step kernel, through the runner: whatever the batch and the chunks, the same bits."""
+"""The native step kernel, through the runner: whatever the batch and the chunks, the same bits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from plugins.cpu.options import CpuOptions
 from plugins.cpu.plugin import CpuBackend
 from plugins.sdk.runner import LoadOptions, SamplingSettings
-from plugins.sdk.step_program import DecoderShape, DecoderWeights, ProgramInputs, ProgramOutputs, StepProgram
+from plugins.sdk.step_program import (
+    A8,
+    DecoderLayer,
+    DecoderShape,
+    DecoderWeights,
+    ProgramInputs,
+    ProgramOutputs,
+    StepProgram,
+    StoredMatrix,
+)
+from tests.unit.cpu_plugin.decoder_samples import in_blocks
 from tests.unit.models.step_driver import GREEDY, StepDriver, Tracked, sampled
 from tests.unit.models.tiny_llama import write_model
 from worker_svc.model_runner import OperatorModelRunner
@@ -53,9 +63,29 @@ class Recorder(StepProgram):
 class RecordingBackend(CpuBackend):
     """The plugin as it is, its programs recorded."""
 
-    def create_step_program(self, shape: DecoderShape, weights: DecoderWeights) -> StepProgram:
-        self._recorder = Recorder(super().create_step_program(shape, weights))
+    def create_step_program(
+        self, shape: DecoderShape, weights: DecoderWeights, *, quantization: str = ""
+    ) -> StepProgram:
+        if quantization:
+            weights = rounded(weights)
+        self._recorder = Recorder(super().create_step_program(shape, weights, quantization=quantization))
         return self._recorder
+
+
+def rounded(weights: DecoderWeights) -> DecoderWeights:
+    """Products over blocks, but for one: of 8 bits in the head and `down`, of 4 bits elsewhere."""
+    eight, plain = ("down",), ("out",)
+
+    def encode(layer: DecoderLayer) -> DecoderLayer:
+        parts = {name: getattr(layer, name) for name in layer.__slots__}
+        changed: dict[str, Any] = {
+            name: in_blocks(part, "Q8_0" if name in eight else "Q4_1")
+            for name, part in parts.items()
+            if isinstance(part, StoredMatrix) and name not in plain
+        }
+        return replace(layer, **changed)
+
+    return replace(weights, layers=map(encode, weights.layers), head=in_blocks(weights.head, "Q8_0"))
 
 
 @dataclass
@@ -64,15 +94,16 @@ class Setup:
     recorder: Recorder
 
 
-@pytest.fixture(scope="module")
-def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+@pytest.fixture(scope="module", params=["", A8])
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     folder = write_model(tmp_path_factory.mktemp("models") / "tiny", **SIZES)
     threads = torch.get_num_threads()
     backend = RecordingBackend(CpuOptions(threads=2))
     runner = OperatorModelRunner(backend)
-    described = runner.load(LoadOptions(str(folder), load_format="dummy", dtype="float32"), lambda *_: None)
+    options = LoadOptions(str(folder), load_format="dummy", dtype="float32", quantization=request.param)
+    described = runner.load(options, lambda *_: None)
     assert described.operators[0].name == "llama_step"
-    assert described.numeric_class == "float32"
+    assert described.numeric_class == ("float32+a8" if request.param else "float32")
     runner.allocate_kv_cache(page_count=PAGES, page_size=PAGE, max_slots=16)
     yield Setup(runner, backend._recorder)
     torch.set_num_threads(threads)

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshkit.errors import InvalidArgument
 from meshkit.modelstore import ModelFolder
 from plugins.sdk.catalogue import UNIT_ROUNDOFF
 from plugins.sdk.operator_table import OperatorBinder
 from plugins.sdk.planning import ExecutionPlan
 from plugins.sdk.runner import LoadOptions
+from plugins.sdk.step_program import PROGRAM_QUANTIZATIONS
 from worker_svc.diff.calls import (
     Form,
     OperatorCall,
@@ -106,8 +108,15 @@ def plan_pair(left: OpenSide, right: OpenSide, options: LoadOptions) -> Pair:
     weights as the other rounds them: what is compared is arithmetic, not formats.
 
     Raises:
+        InvalidArgument: (quantization) one of step programs, which have no operators to compare.
         MeshError: as choose_dtypes, choose_page_size, plan_model.
     """
+    if options.quantization in PROGRAM_QUANTIZATIONS:
+        raise InvalidArgument(
+            f"quantization is {options.quantization!r}, which step programs alone offer; operators are "
+            "compared here: leave it out",
+            field="quantization",
+        )
     page_size = choose_page_size(left, right)
     dtypes = choose_dtypes(left, right, options.dtype)
     sides = [

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from meshkit.errors import InvalidArgument
 from plugins.sdk.reference.quantized import quantize_rows
+from plugins.sdk.step_program import PROGRAM_QUANTIZATIONS
 
-FORMATS = ("", "w8a8", "w4a16")
+FORMATS = ("", "w8a8", "w4a16", *PROGRAM_QUANTIZATIONS)
 _GROUP_SIZES = (128, 64, 32)
 """Columns that share a scale in w4a16: the largest of these that divides a layer's input."""
 _LEVELS_4BIT = 15
@@ -40,6 +41,7 @@ class QuantizationPolicy:
     w8a8: int8 with one scale for each output; activations are quantised by row in each product.
     w4a16: 4 bits with a scale and a zero point for each group of 128, 64 or 32 columns.
     Embeddings, the head and routers stay as they are: they are what quality hangs on.
+    What step programs alone offer rounds no weight.
     """
 
     format: str = ""
@@ -54,7 +56,7 @@ class QuantizationPolicy:
     @property
     def quantizes(self) -> bool:
         """Whether any layer is quantised."""
-        return bool(self.format)
+        return bool(self.format) and self.format not in PROGRAM_QUANTIZATIONS
 
     def pack(self, weight: Tensor, *, plain: bool = False) -> PackedWeight:
         """weight [out, in] in the form of its layer's operator. A w4a16 layer whose input no group size

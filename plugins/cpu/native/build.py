@@ -30,9 +30,12 @@ _FLAGS = (
     "-pthread",
 )
 _X86 = ("x86_64", "amd64")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", *_AVX2)
 _VARIANTS: Mapping[str, Sequence[str]] = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512_vnni": (*_AVX512, "-mavx512vnni"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
 }
 """Instruction sets beside the compiler's own baseline, which has NEON on arm64."""
 _COMPILE_TIMEOUT_S = 300.0

@@ -11,10 +11,12 @@ _SMALL = ctypes.c_int32
 
 ENCODINGS = ("F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_1")
 """By number, as in kernels.h; all decode to float32 exactly as GGUF defines them."""
+BLOCKS = ("Q8_0", "Q4_0", "Q4_1")
+"""Those whose products take rows in int8 where that is asked for."""
 MATRICES = ("qkv", "out", "gate_up", "down", "head")
 VECTORS = ("input_norm", "post_norm", "final_norm", "cos_sin")
 
-PHASES = ("embed", "norm", "qkv", "attention", "out", "gate_up", "down", "head", "sample")
+PHASES = ("embed", "norm", "round", "qkv", "attention", "out", "gate_up", "down", "head", "sample")
 """Of a step, as in step.h."""
 
 
@@ -72,7 +74,7 @@ class StepArguments(ctypes.Structure):
 _FUNCTIONS = {
     "find_kernels": (_POINTER, (ctypes.c_char_p,)),
     "kernels_name": (ctypes.c_char_p, (_POINTER,)),
-    "create": (_POINTER, (_POINTER, _POINTER, _SMALL)),
+    "create": (_POINTER, (_POINTER, _SMALL, _POINTER, _SMALL)),
     "destroy": (None, (_POINTER,)),
     "set_vector": (ctypes.c_int, (_POINTER, _SMALL, _INT, _POINTER, _INT)),
     "set_matrix": (ctypes.c_int, (_POINTER, _SMALL, _INT, _SMALL, _POINTER, _INT, _INT, _POINTER)),
@@ -81,8 +83,9 @@ _FUNCTIONS = {
     "run": (ctypes.c_int, (_POINTER, _POINTER)),
     "take_profile": (None, (_POINTER, _POINTER)),
     "fma": (ctypes.c_double, (_POINTER, _INT, _POINTER)),
+    "int8": (ctypes.c_double, (_POINTER, _INT, _POINTER)),
     "read": (ctypes.c_float, (_POINTER, _POINTER, _INT)),
-    "multiply": (ctypes.c_int, (_POINTER, _SMALL, _INT, _POINTER, _POINTER, _INT, _POINTER)),
+    "multiply": (ctypes.c_int, (_POINTER, _SMALL, _INT, _POINTER, _INT, _POINTER)),
 }
 
 
@@ -111,6 +114,7 @@ class StepLibrary:
     run: ctypes._NamedFuncPointer
     take_profile: ctypes._NamedFuncPointer
     fma: ctypes._NamedFuncPointer
+    int8: ctypes._NamedFuncPointer
     read: ctypes._NamedFuncPointer
     multiply: ctypes._NamedFuncPointer
 

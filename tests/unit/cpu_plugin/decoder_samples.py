@@ -40,13 +40,14 @@ SHAPE = DecoderShape(
     scale=0.25,
 )
 PAGE = 16
+INSTRUCTION_SETS = ("avx512_vnni", "avx512", "avx2", "baseline")
 
 
 def instruction_sets() -> list[str]:
     """Those that run here; the baseline does everywhere."""
     library = load_kernel().library
     assert library is not None, load_kernel().problem
-    return [name for name in ("avx512", "avx2", "baseline") if library.find_kernels(name.encode())]
+    return [name for name in INSTRUCTION_SETS if library.find_kernels(name.encode())]
 
 
 def random_matrix(
@@ -72,6 +73,23 @@ def random_matrix(
         minima = (scales.astype(np.float32) * -7.5).astype(np.float16)
         blocks[..., 2:4] = minima[..., None].view(np.uint8)
     return StoredMatrix(encoding, blocks.reshape(outputs, -1), inner, offsets)
+
+
+def in_blocks(matrix: StoredMatrix, encoding: str) -> StoredMatrix:
+    """An F32 matrix rounded to blocks of Q8_0 or Q4_1."""
+    values = matrix.rows.view(np.float32).reshape(len(matrix.rows), -1, 32)
+    low, high = values.min(axis=-1, keepdims=True), values.max(axis=-1, keepdims=True)
+    if encoding == "Q8_0":
+        scale = (np.maximum(-low, high) / 127).astype(np.float16)
+        levels = np.rint(values / scale.astype(np.float32)).clip(-127, 127).astype(np.int8)
+        parts = [scale.view(np.uint8), levels.view(np.uint8)]
+    else:
+        scale = ((high - low) / 15).astype(np.float16)
+        minimum = low.astype(np.float16)
+        levels = np.rint((values - minimum) / scale.astype(np.float32)).clip(0, 15).astype(np.uint8)
+        parts = [scale.view(np.uint8), minimum.view(np.uint8), levels[..., :16] | levels[..., 16:] << 4]
+    rows = np.concatenate(parts, axis=-1).reshape(len(values), -1)
+    return StoredMatrix(encoding, rows, matrix.inner, matrix.bias)
 
 
 def decoded(matrix: StoredMatrix) -> StoredMatrix:
@@ -188,13 +206,21 @@ def start(
     *,
     threads: int = 1,
     instruction_set: str = "",
+    quantization: str = "",
     page_size: int = PAGE,
     pages: int = 80,
 ) -> Session:
     """A session of its own program."""
     library = load_kernel().library
     assert library is not None, load_kernel().problem
-    program = CpuStepProgram(library, shape, weights, threads=threads, instruction_set=instruction_set)
+    program = CpuStepProgram(
+        library,
+        shape,
+        weights,
+        threads=threads,
+        instruction_set=instruction_set,
+        quantization=quantization,
+    )
     cache = torch.zeros(shape.layers, 2, pages, page_size, shape.kv_heads, shape.head_dim)
     program.attach_cache(cache, page_count=pages, page_size=page_size)
     return Session(program, page_size, pages)

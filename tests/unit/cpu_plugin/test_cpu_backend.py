@@ -48,7 +48,7 @@ def test_the_report_and_the_identity_are_real(backend: Backend) -> None:
     assert report == backend.capabilities()
     assert (report.chip, report.emulated) == ("cpu", False)
     assert (report.preferred_chunk_tokens, report.preferred_batch_size, tuple(report.page_sizes_tokens)) == (
-        512,
+        128,
         64,
         (),
     )

@@ -17,7 +17,7 @@ from plugins.sdk.planning import PlanRequest, plan_execution
 from plugins.sdk.registry import load_backend
 from plugins.sdk.report_checks import find_contradictions
 from plugins.sdk.runner import LoadedModel, LoadOptions
-from plugins.sdk.step_program import LLAMA, DecoderShape, StepProgramCapability
+from plugins.sdk.step_program import A8, LLAMA, DecoderShape, StepProgramCapability
 from tests.unit.cpu_plugin.decoder_samples import SHAPE
 from tests.unit.models.tiny_llama import write_model
 from worker_svc.model_runner import OperatorModelRunner
@@ -148,10 +148,79 @@ def test_a_loaded_model_says_what_serves_it(tmp_path: Path) -> None:
     assert native.kv_layout != operators.kv_layout
 
 
+A8_LOADED = "float32+a8"
+
+
+def test_a_program_says_which_quantizations_it_offers() -> None:
+    (entry,) = report_of().step_programs
+    assert tuple(entry.quantizations) == ("", A8)
+    _, reason = choice(report_of())
+    assert f"quantizations: {A8}" in reason
+
+
+def test_rows_in_int8_are_a_class_of_numerics_of_their_own(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", **SIZES)
+    loaded, plain = load(folder, quantization=A8), load(folder)
+    assert (loaded.numeric_class, plain.numeric_class) == (A8_LOADED, "float32")
+    assert loaded.operators[0].name == "llama_step"
+    assert loaded.weights_version == plain.weights_version
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes", "options", "said"),
+    [
+        ("off", {}, {}, "backend option kernel"),
+        ("auto", {}, {"dtype": "bfloat16"}, "not bfloat16"),
+        ("auto", {}, {"kv_cache_dtype": "bf16"}, "caches in float32"),
+        ("auto", {"intermediate_size": 100}, {}, "I is 100"),
+    ],
+)
+def test_rows_in_int8_are_refused_where_the_program_cannot_serve(
+    tmp_path: Path, kernel: str, sizes: dict[str, int], options: dict[str, str], said: str
+) -> None:
+    folder = write_model(tmp_path / "model", **{**SIZES, **sizes})
+    with pytest.raises(FailedPrecondition, match=said) as caught:
+        load(folder, kernel, quantization=A8, **options)
+    assert (caught.value.field, caught.value.reason) == ("quantization", "QUANTIZATION_UNSUPPORTED")
+    assert "leave quantization out" in caught.value.message
+
+
+def test_rows_in_int8_are_refused_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    loading.load_kernel.cache_clear()
+    try:
+        with pytest.raises(FailedPrecondition, match="no C\\+\\+ compiler") as caught:
+            choice(report_of(), quantization=A8)
+    finally:
+        loading.load_kernel.cache_clear()
+    assert caught.value.field == "quantization"
+
+
+@pytest.mark.parametrize(("backend", "said"), [("kunlun", "no step programs"), ("hash", "no step programs")])
+def test_rows_in_int8_are_refused_by_plugins_without_programs(backend: str, said: str) -> None:
+    options = {"emulate": "true"} if backend == "kunlun" else {}
+    with pytest.raises(FailedPrecondition, match=said) as caught:
+        choice(load_backend(backend, options).capabilities(), quantization=A8, dtype="auto")
+    assert caught.value.field == "quantization"
+
+
+def test_a_program_that_does_not_offer_it_is_named() -> None:
+    report = report_of()
+    without = replace(
+        report, step_programs=[replace(each, quantizations=("",)) for each in report.step_programs]
+    )
+    with pytest.raises(FailedPrecondition, match="has no a8 products"):
+        choice(without, quantization=A8)
+
+
 def test_a_report_whose_programs_contradict_it_is_found() -> None:
     entry = StepProgramCapability(
-        "llm", dtypes=("float8",), kv_cache_dtypes=("int4",), constraints=("Z % 2 == 0",)
+        "llm",
+        dtypes=("float8",),
+        kv_cache_dtypes=("int4",),
+        constraints=("Z % 2 == 0",),
+        quantizations=("a9",),
     )
     found = "; ".join(find_contradictions(replace(report_of(), step_programs=(entry,))))
-    for word in ("llm", "float8", "int4", "kv_layout", "Z"):
+    for word in ("llm", "float8", "int4", "kv_layout", "Z", "a9"):
         assert word in found

@@ -32,7 +32,7 @@ def in_blocks(x: FloatArray, most: int) -> FloatArray:
     return np.concatenate(parts)
 
 
-MOST_ROWS = {"avx512": 12, "avx2": 6, "baseline": 2}
+MOST_ROWS = {"avx512_vnni": 12, "avx512": 12, "avx2": 6, "baseline": 2}
 
 
 def multiply(weights: object, rows: int, instruction_set: str, matrix: str = "head") -> FloatArray:

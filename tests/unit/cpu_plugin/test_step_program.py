@@ -253,7 +253,7 @@ library = load_kernel().library
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
 sizes = Sizes(1, 32, 32, 1, 1, 32, 32, 32, 1e-5, 1.0)
-print(library.create(ctypes.byref(sizes), library.kernels, 200))
+print(library.create(ctypes.byref(sizes), 0, library.kernels, 200))
 """
 
 

@@ -1,4 +1,4 @@
-"""SmolLM2's GGUF as stored against its weights decoded to float32: the same bits, so the same tokens."""
+"""SmolLM2's GGUF as stored has the bits of its weights decoded to float32; with rows in int8 it is close."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plugins.cpu.native.library import ENCODINGS
 from plugins.cpu.native.loading import load_kernel
 from plugins.cpu.step_program import CpuStepProgram
 from plugins.sdk.runner import FloatArray
-from plugins.sdk.step_program import ProgramInputs
+from plugins.sdk.step_program import A8, ProgramInputs
 from tests.support.golden import load_golden
 from worker_svc.program_runs import DecoderReader, describe_shape
 from worker_svc.weights import WeightReader
@@ -31,8 +31,8 @@ def folder() -> ModelFolder:
         pytest.skip(f"{error.message} (scripts/test.sh does so)")
 
 
-def logits_of_all(folder: ModelFolder, encodings: Sequence[str], tokens: Sequence[int]) -> FloatArray:
-    """Logits of every token of one sequence."""
+def open_program(folder: ModelFolder, encodings: Sequence[str], quantization: str = "") -> CpuStepProgram:
+    """The model's program, with a cache for one sequence."""
     library = load_kernel().library
     assert library is not None
     assert folder.weights is not None
@@ -41,9 +41,14 @@ def logits_of_all(folder: ModelFolder, encodings: Sequence[str], tokens: Sequenc
     reader = DecoderReader(
         WeightReader(folder.weights), folder.config, encodings=encodings, progress=lambda share: None
     )
-    program = CpuStepProgram(library, shape, reader.read(), threads=2)
+    program = CpuStepProgram(library, shape, reader.read(), threads=2, quantization=quantization)
     cache = torch.zeros(shape.layers, 2, PAGES, PAGE, shape.kv_heads, shape.head_dim)
     program.attach_cache(cache, page_count=PAGES, page_size=PAGE)
+    return program
+
+
+def logits_of_all(program: CpuStepProgram, tokens: Sequence[int]) -> FloatArray:
+    """Logits of every token of one sequence."""
     count = len(tokens)
     outputs = program.run(
         ProgramInputs(
@@ -63,9 +68,28 @@ def logits_of_all(folder: ModelFolder, encodings: Sequence[str], tokens: Sequenc
 def test_weights_as_stored_give_the_bits_of_float32(folder: ModelFolder) -> None:
     golden = max(load_golden(), key=lambda each: len(each.prompt_token_ids))
     tokens = golden.prompt_token_ids + golden.token_ids
-    stored = logits_of_all(folder, ENCODINGS, tokens)
-    plain = logits_of_all(folder, ("F32",), tokens)
+    stored = logits_of_all(open_program(folder, ENCODINGS), tokens)
+    plain = logits_of_all(open_program(folder, ("F32",)), tokens)
     assert np.isfinite(stored).all()
     assert stored.tobytes() == plain.tobytes()
     continued = stored[len(golden.prompt_token_ids) - 1 : -1].argmax(axis=-1)
     golden.check(continued.tolist(), where="as stored")
+
+
+def perplexity(program: CpuStepProgram) -> float:
+    """Over the tests' texts: prompts with the reference's continuations."""
+    losses: list[float] = []
+    for golden in load_golden():
+        text = golden.prompt_token_ids + golden.token_ids
+        logits = logits_of_all(program, text)[:-1].astype(np.float64)
+        top = logits.max(axis=-1)
+        total = top + np.log(np.exp(logits - top[:, None]).sum(axis=-1))
+        losses += (total - logits[np.arange(len(logits)), text[1:]]).tolist()
+    return float(np.exp(np.mean(losses)))
+
+
+def test_rows_in_int8_cost_less_than_two_percent_of_perplexity(folder: ModelFolder) -> None:
+    plain, rounded = (perplexity(open_program(folder, ENCODINGS, each)) for each in ("", A8))
+    assert plain == pytest.approx(3.1286, abs=1e-3)
+    assert rounded != plain
+    assert rounded < 1.02 * plain

@@ -205,6 +205,7 @@ def test_a_person_reads_the_verdict(diff: Any, tiny: Path, capsys: pytest.Captur
         (["--left", "cpu", "--right", "cpu", "--right-option", "word"], "--right-option"),
         (["--left", "cpu", "--right", "reference", "--dtype", "float8"], "--dtype"),
         (["--left", "cpu", "--right", "reference", "--quantization", "w1"], "--quantization"),
+        (["--left", "cpu", "--right", "reference", "--quantization", "a8"], "--quantization"),
         (["--left", "cpu", "--right", "reference", "--load-format", "pickle"], "--load-format"),
         (["--left", "cpu", "--right", "reference", "--prompt", ""], "--prompt"),
         (["--left", "cpu", "--right", "reference", "--model", "/nowhere"], "--model"),

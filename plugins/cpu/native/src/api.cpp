@@ -19,8 +19,8 @@ enum MatrixName : std::int32_t { kQkv = 0, kOut = 1, kGateUp = 2, kDown = 3, kHe
 enum VectorName : std::int32_t { kInputNorm = 0, kPostNorm = 1, kFinalNorm = 2, kCosSin = 3 };
 
 struct Program {
-    Program(const Sizes& sizes, const Kernels& kernels, int threads)
-        : model{sizes, std::vector<Layer>(sizes.layers), {}, {}, kF32, {}, {}}, team(threads), step(model, kernels, team) {}
+    Program(const Sizes& sizes, bool int8, const Kernels& kernels, int threads)
+        : model{sizes, int8, std::vector<Layer>(sizes.layers), {}, {}, kF32, {}, {}}, team(threads), step(model, kernels, team) {}
     Model model;
     Team team;
     Step step;
@@ -54,10 +54,11 @@ bool supported(const char* name) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (std::strcmp(name, "avx2") == 0) return avx2;
-    if (std::strcmp(name, "avx512") == 0)
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (std::strcmp(name, "avx512") == 0) return avx512;
+    if (std::strcmp(name, "avx512_vnni") == 0) return avx512 && __builtin_cpu_supports("avx512vnni");
 #endif
     return std::strcmp(name, "baseline") == 0;
 }
@@ -70,6 +71,9 @@ extern "C" {
 // The kernels of a name, or with "" the best that this processor runs; null where there are none.
 const Kernels* chipmesh_find_kernels(const char* name) {
     const Kernels* all[] = {
+#if defined(CHIPMESH_HAS_AVX512_VNNI)
+        avx512_vnni_kernels(),
+#endif
 #if defined(CHIPMESH_HAS_AVX512)
         avx512_kernels(),
 #endif
@@ -85,9 +89,10 @@ const Kernels* chipmesh_find_kernels(const char* name) {
 
 const char* chipmesh_kernels_name(const Kernels* kernels) { return kernels->name; }
 
-Program* chipmesh_create(const Sizes* sizes, const Kernels* kernels, std::int32_t threads) {
+// int8: products with weights in blocks take rows in int8.
+Program* chipmesh_create(const Sizes* sizes, std::int32_t int8, const Kernels* kernels, std::int32_t threads) {
     Program* made = nullptr;
-    (void)guarded([&] { made = new Program(*sizes, *kernels, threads); });
+    (void)guarded([&] { made = new Program(*sizes, int8 != 0, *kernels, threads); });
     return made;
 }
 
@@ -102,6 +107,7 @@ int chipmesh_set_matrix(Program* program, std::int32_t name, std::int64_t layer,
     return guarded([&] {
         Matrix& m = matrix_of(*program, name, layer);
         m.encoding = static_cast<Encoding>(encoding);
+        m.int8 = program->model.int8 && is_in_blocks(m.encoding);
         m.outputs = outputs, m.inner = inner, m.panels = (outputs + kPanel - 1) / kPanel;
         m.stride = panel_bytes(m.encoding, inner);
         m.packed = Memory(m.panels * m.stride);
@@ -148,33 +154,17 @@ double chipmesh_fma(const Kernels* kernels, std::int64_t turns, float* sink) {
     return static_cast<double>(kernels->fma_limit(turns, sink));
 }
 
+double chipmesh_int8(const Kernels* kernels, std::int64_t turns, float* sink) {
+    return static_cast<double>(kernels->int8_limit(turns, sink));
+}
+
 float chipmesh_read(const Kernels* kernels, const float* values, std::int64_t count) {
     return kernels->read_limit(values, count);
 }
 
-int chipmesh_multiply(Program* program, std::int32_t name, std::int64_t layer, const Kernels* kernels, const float* a,
-                      std::int64_t rows, float* out) {
-    return guarded([&] {
-        const Matrix& m = matrix_of(*program, name, layer);
-        const Blocks blocks = Blocks::of(rows, kernels->max_rows);
-        const std::int64_t per_group = kGroupRows / kernels->max_rows, groups = (blocks.count + per_group - 1) / per_group;
-        Team& team = program->team;
-        const std::int64_t tile = (kGroupRows + kernels->max_rows) * kPanel;
-        std::vector<float> memory(team.size() * (tile + kScratch));
-        const Team::Job job = [&](Walk& walk) {
-            float* c = memory.data() + walk.thread() * (tile + kScratch);
-            walk.each(m.panels * groups, [&](std::int64_t piece) {
-                const std::int64_t panel = piece / groups, from = piece % groups * per_group;
-                const std::int64_t to = std::min(from + per_group, blocks.count);
-                kernels->multiply(a, blocks, from, to, m.inner, m.encoding, m.panel(panel), c, c + tile);
-                const std::int64_t first = blocks.first(from), columns = std::min<std::int64_t>(kPanel, m.outputs - panel * kPanel);
-                for (std::int64_t r = first; r < blocks.first(to); ++r)
-                    std::copy_n(c + (r - first) * kPanel, columns, out + r * m.outputs + panel * kPanel);
-            });
-        };
-        team.run(job);
-        team.settle();
-    });
+// a: rows [rows][inner] in float32, in Blocks where the matrix takes them as they are.
+int chipmesh_multiply(Program* program, std::int32_t name, std::int64_t layer, const float* a, std::int64_t rows, float* out) {
+    return guarded([&] { program->step.multiply_alone(matrix_of(*program, name, layer), a, rows, out); });
 }
 
 }  // extern "C"

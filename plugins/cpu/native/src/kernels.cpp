@@ -6,6 +6,8 @@
 
 #include "linear.h"
 
+#include "int8.h"
+
 #include "attention.h"
 #include "rows.h"
 
@@ -17,8 +19,8 @@ namespace chipmesh {
 #define CHIPMESH_JOIN(a, b) CHIPMESH_JOIN_OF(a, b)
 
 static const Kernels table = {
-    CHIPMESH_TEXT(CHIPMESH_KERNELS), kMaxRows, multiply,   rms_norm, silu_mul,  rotate, attend,
-    merge,                           decode_row, argmax,   weigh_scores, fma_limit, read_limit,
+    CHIPMESH_TEXT(CHIPMESH_KERNELS), kMaxRows, multiply, multiply_int8, round_row, rms_norm,     silu_mul,  rotate,     attend,
+    merge,                           decode_row, argmax, weigh_scores,  fma_limit, int8_limit,   read_limit,
 };
 
 const Kernels* CHIPMESH_JOIN(CHIPMESH_KERNELS, _kernels)() { return &table; }

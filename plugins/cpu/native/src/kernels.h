@@ -15,6 +15,9 @@ enum Encoding : std::int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kQ8_0 = 3, kQ4_0 =
 //   F32, BF16, F16: [inner][32]. Quantised, for each block of 32 along the inner dimension: scales [32] as F16
 //   (Q4_1: then minima [32]), then Q8_0: [32][32] bytes, Q4_*: [4][32] words of 32 bits, each 8 inner values of a
 //   column, the first in the lowest 4 bits.
+// For rows in int8, of as many bytes: scales and minima as above, then for each half of the columns inner values in
+//   fours, [8][16 columns][4]: Q8_0 as bytes, 128 above their values; Q4_*: the nibbles of two fours in a byte, the
+//   first below.
 constexpr std::int64_t panel_bytes(Encoding encoding, std::int64_t inner) {
     switch (encoding) {
         case kF32: return inner * kPanel * 4;
@@ -64,6 +67,10 @@ struct Partial {
     float* values;
 };
 
+// Rows rounded to int8 lie in Blocks too. A block of n rows has for each 32 inner values: int8 [8][n][4], then [n] each of
+// int32 -8 * their sum, float scale, float scale * sum: so many words for a row.
+constexpr std::int64_t kRoundedWords = 11;
+
 struct Kernels {
     const char* name;
     int max_rows;
@@ -71,10 +78,16 @@ struct Kernels {
     // scratch: kScratch floats.
     void (*multiply)(const float* a, const Blocks& blocks, std::int64_t first_block, std::int64_t last_block,
                      std::int64_t inner, Encoding encoding, const std::uint8_t* panel, float* c, float* scratch);
+    // The same with rows in int8, for weights in blocks that are packed for it.
+    void (*multiply_int8)(const std::int32_t* a, const Blocks& blocks, std::int64_t first_block, std::int64_t last_block,
+                          std::int64_t inner, Encoding encoding, const std::uint8_t* panel, float* c);
+    // x [size] -> row `row` of a block of `rows` rows in int8: each 32 values by a scale of their own, largest / 127, halves to
+    // even. Values below 2^-120 are 0; among others that are not finite, the scale is not a number.
+    void (*round_row)(const float* x, std::int64_t size, std::int32_t* out, int rows, int row);
     // out[i * step] = x[i] / rms(x) * weight[i]
     void (*rms_norm)(const float* x, const float* weight, float eps, std::int64_t size, float* out, std::int64_t step);
-    // gate_up [rows][32], 16 gates and their ups -> out [16][rows] = silu(gate) * up
-    void (*silu_mul)(const float* gate_up, int rows, float* out);
+    // gate_up [rows][32], 16 gates and their ups -> out[r * row_step + i * step] = silu(gate) * up
+    void (*silu_mul)(const float* gate_up, int rows, float* out, std::int64_t row_step, std::int64_t step);
     // Halves of each head turned by the position's angles, in place.
     void (*rotate)(float* head, const float* cos_sin, int size);
     // Keys [first, last) of one split.
@@ -89,6 +102,8 @@ struct Kernels {
                          double* weights);
     // A chain of fused multiply-adds on registers alone, for measuring the limit; returns operations.
     std::int64_t (*fma_limit)(std::int64_t turns, float* sink);
+    // The same of bytes, as products in int8 have them.
+    std::int64_t (*int8_limit)(std::int64_t turns, float* sink);
     // Reads `count` (whole cache lines of) floats, likewise.
     float (*read_limit)(const float* values, std::int64_t count);
 };
@@ -97,6 +112,7 @@ constexpr std::int64_t kScratch = 512 * kPanel;
 constexpr std::int64_t kGroupRows = 96;  // rows that one decoded panel serves before it is decoded anew
 
 // nullptr where the compiler had no such instruction set.
+const Kernels* avx512_vnni_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx2_kernels();
 const Kernels* baseline_kernels();

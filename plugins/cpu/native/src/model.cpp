@@ -30,6 +30,29 @@ void place_nibbles(const std::uint8_t* values, std::uint8_t* out, int column) {
     }
 }
 
+// Inner value i of a column among its half's fours.
+constexpr int byte_of(int i, int column) { return i / 4 * 64 + column % 16 * 4 + i % 4; }
+
+void place_q8_bytes(const std::uint8_t* values, std::uint8_t* out, int column) {
+    for (int i = 0; i < kBlock; ++i) out[column / 16 * 512 + byte_of(i, column)] = values[i] ^ 0x80;
+}
+
+void place_nibble_bytes(const std::uint8_t* values, std::uint8_t* out, int column) {
+    for (int i = 0; i < kBlock; ++i) {
+        const int value = i < 16 ? values[i] & 15 : values[i - 16] >> 4;
+        // Fours in pairs: the first below, the second above.
+        out[column / 16 * 256 + byte_of(i / 8 * 4 + i % 4, column)] |= value << (i % 8 < 4 ? 0 : 4);
+    }
+}
+
+void place_for_int8(Encoding encoding, const std::uint8_t* block, std::uint8_t* out, int column) {
+    std::memcpy(out + 2 * column, block, 2);
+    if (encoding == kQ8_0) return place_q8_bytes(block + 2, out + 64, column);
+    if (encoding == kQ4_0) return place_nibble_bytes(block + 2, out + 64, column);
+    std::memcpy(out + 64 + 2 * column, block + 2, 2);
+    place_nibble_bytes(block + 4, out + 128, column);
+}
+
 void place_q4_0(const std::uint8_t* block, std::uint8_t* out, int column) {
     std::memcpy(out + 2 * column, block, 2);
     place_nibbles(block + 2, out + 64, column);
@@ -45,6 +68,10 @@ void pack_column(const Matrix& m, const std::uint8_t* row, std::uint8_t* panel, 
     const std::int64_t blocks = m.inner / kBlock, from = row_bytes(m.encoding, kBlock), to = m.stride / blocks;
     const int value = m.encoding == kF32 ? 4 : 2;
     for (std::int64_t b = 0; b < blocks; ++b, row += from, panel += to) {
+        if (m.int8) {
+            place_for_int8(m.encoding, row, panel, column);
+            continue;
+        }
         switch (m.encoding) {
             case kQ8_0: place_q8(row, panel, column); break;
             case kQ4_0: place_q4_0(row, panel, column); break;

@@ -29,6 +29,7 @@ class Memory {
 struct Matrix {
     Encoding encoding = kF32;
     std::int64_t outputs = 0, inner = 0, panels = 0, stride = 0;  // stride: bytes of a panel
+    bool int8 = false;  // packed for rows in int8
     Memory packed;
     std::vector<float> bias;  // empty, or one for each output of whole panels
 
@@ -52,8 +53,11 @@ struct Sizes {
     std::int64_t qkv() const { return (heads + 2 * kv_heads) * head_size; }
 };
 
+constexpr bool is_in_blocks(Encoding encoding) { return encoding == kQ8_0 || encoding == kQ4_0 || encoding == kQ4_1; }
+
 struct Model {
     Sizes sizes;
+    bool int8;  // products with weights in blocks take rows in int8
     std::vector<Layer> layers;
     std::vector<float> final_norm, cos_sin;  // cos_sin [context][head_size]
     Encoding embedding_encoding = kF32;

@@ -8,28 +8,24 @@
 
 namespace {
 
+inline void store_apart(float* out, std::int64_t step, V16 x) {
+    if (step == 1) return store(out, x);
+    float lanes[16];
+    store(lanes, x);
+    for (int j = 0; j < 16; ++j) out[j * step] = lanes[j];
+}
+
 void rms_norm(const float* x, const float* weight, float eps, std::int64_t size, float* out, std::int64_t step) {
     V16 squares = splat(0.0f);
     for (std::int64_t i = 0; i < size; i += 16) squares = fma(load(x + i), load(x + i), squares);
     const V16 scale = splat(1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + eps));
-    for (std::int64_t i = 0; i < size; i += 16) {
-        const V16 made = load(x + i) * scale * load(weight + i);
-        if (step == 1) {
-            store(out + i, made);
-            continue;
-        }
-        float lanes[16];
-        store(lanes, made);
-        for (int j = 0; j < 16; ++j) out[(i + j) * step] = lanes[j];
-    }
+    for (std::int64_t i = 0; i < size; i += 16) store_apart(out + i * step, step, load(x + i) * scale * load(weight + i));
 }
 
-void silu_mul(const float* gate_up, int rows, float* out) {
-    for (int r = 0; r < rows; ++r) {
+void silu_mul(const float* gate_up, int rows, float* out, std::int64_t row_step, std::int64_t step) {
+    for (int r = 0; r < rows; ++r, out += row_step) {
         const V16 gate = load(gate_up + r * kPanel), up = load(gate_up + r * kPanel + 16);
-        float lanes[16];
-        store(lanes, gate / (splat(1.0f) + exponential(splat(0.0f) - gate)) * up);
-        for (int j = 0; j < 16; ++j) out[j * rows + r] = lanes[j];
+        store_apart(out, step, gate / (splat(1.0f) + exponential(splat(0.0f) - gate)) * up);
     }
 }
 

@@ -10,7 +10,8 @@ namespace {
 constexpr std::int64_t kFewRows = 4;  // so many rows each thread normalises for itself: less than a wait costs
 constexpr std::int64_t kPiecesPerThread = 8;
 
-void grow(std::vector<float>& memory, std::int64_t size) {
+template <class Value>
+void grow(std::vector<Value>& memory, std::int64_t size) {
     if (static_cast<std::int64_t>(memory.size()) < size) memory.resize(size);
 }
 
@@ -24,6 +25,13 @@ Place place_of(float* rows, const Blocks& blocks, std::int64_t inner, std::int64
     const std::int64_t block = blocks.holding(row), first = blocks.first(block);
     return {rows + first * inner + (row - first), blocks.size(block)};
 }
+
+// The same for rows that go into a product with `next`.
+Place place_for(const Matrix& next, float* rows, const Blocks& blocks, std::int64_t row) {
+    return next.int8 ? Place{rows + row * next.inner, 1} : place_of(rows, blocks, next.inner, row);
+}
+
+std::int64_t rounded_words(std::int64_t rows, std::int64_t inner) { return rows * (inner / kBlock) * kRoundedWords; }
 
 void add_bias(float* sums, int rows, const float* bias, std::int64_t columns) {
     for (int r = 0; r < rows; ++r)
@@ -91,6 +99,8 @@ void Step::make_room() {
     grow(attended_, at_.tokens * s.query());
     grow(inner_, at_.tokens * s.inner);
     grow(sampled_rows_, at_.sampled * s.hidden);
+    const std::int64_t widest = std::max({s.hidden, s.query(), s.inner});
+    if (model_.int8) grow(rounded_, rounded_words(std::max(at_.tokens, at_.sampled), widest));
     if (spread_) grow(partials_, at_.tokens * s.kv_heads * splits * partial);
     locals_.resize(team_.size());
     for (Local& own : locals_) {
@@ -98,6 +108,7 @@ void Step::make_room() {
         grow(own.tile, (kGroupRows + kernels_.max_rows) * kPanel);
         grow(own.scratch, kScratch);
         grow(own.partials, 2 * partial);
+        if (model_.int8) grow(own.rounded, rounded_words(kFewRows, widest));
     }
 }
 
@@ -126,19 +137,24 @@ void Step::work(Walk& walk) {
     embed(walk);
     for (std::int64_t l = 0; l < s.layers; ++l) {
         const Layer& layer = model_.layers[l];
-        const float* a = normalise(walk, layer.input_norm, residual_.data(), blocks_);
+        Input a = normalise(walk, layer.input_norm, residual_.data(), blocks_, layer.qkv);
         multiply(walk, kQkvProduct, layer.qkv, a, blocks_, [&](const Tile& t) { copy_tile(t, qkv_.data(), s.qkv()); });
         attend(walk, l);
-        multiply(walk, kOutProduct, layer.out, attended_.data(), blocks_, add);
-        a = normalise(walk, layer.post_norm, residual_.data(), blocks_);
+        a = round(walk, attended_.data(), blocks_, layer.out);
+        multiply(walk, kOutProduct, layer.out, a, blocks_, add);
+        a = normalise(walk, layer.post_norm, residual_.data(), blocks_, layer.gate_up);
         multiply(walk, kGateUpProduct, layer.gate_up, a, blocks_, [&](const Tile& t) {
-            kernels_.silu_mul(t.sums, t.rows, inner_.data() + t.row * s.inner + t.column / 2 * t.rows);
+            // A tile is within one block of rows, and half of its columns are gates.
+            const Place first = place_for(layer.down, inner_.data(), blocks_, t.row);
+            const std::int64_t row_step = layer.down.int8 ? s.inner : 1;
+            kernels_.silu_mul(t.sums, t.rows, first.first + t.column / 2 * first.step, row_step, first.step);
         });
-        multiply(walk, kDownProduct, layer.down, inner_.data(), blocks_, add);
+        a = round(walk, inner_.data(), blocks_, layer.down);
+        multiply(walk, kDownProduct, layer.down, a, blocks_, add);
     }
     if (at_.sampled == 0) return;
     gather_sampled(walk);
-    const float* a = normalise(walk, model_.final_norm, sampled_rows_.data(), head_blocks_);
+    const Input a = normalise(walk, model_.final_norm, sampled_rows_.data(), head_blocks_, model_.head);
     multiply(walk, kHeadProduct, model_.head, a, head_blocks_, [&](const Tile& t) { copy_tile(t, at_.logits, s.vocab); });
     if (at_.sampled_slots != nullptr) sample(walk);
 }
@@ -160,28 +176,53 @@ void Step::gather_sampled(Walk& walk) {
     });
 }
 
-const float* Step::normalise(Walk& walk, const std::vector<float>& weight, const float* rows, const Blocks& blocks) {
+Step::Input Step::normalise(Walk& walk, const std::vector<float>& weight, const float* rows, const Blocks& blocks,
+                            const Matrix& next) {
     const std::int64_t hidden = model_.sizes.hidden;
-    const auto one = [&](float* to, std::int64_t row) {
-        const Place place = place_of(to, blocks, hidden, row);
+    Local& own = locals_[walk.thread()];
+    const auto one = [&](float* to, std::int32_t* rounded, std::int64_t row) {
+        const Place place = next.int8 ? Place{own.normed.data(), 1} : place_of(to, blocks, hidden, row);
         kernels_.rms_norm(rows + row * hidden, weight.data(), model_.sizes.eps, hidden, place.first, place.step);
+        if (next.int8) round_to(rounded, blocks, place.first, hidden, row);
     };
     if (blocks.rows <= kFewRows) {
-        float* own = locals_[walk.thread()].normed.data();
         // What a late thread made of rows that have changed would go into no product.
-        for (std::int64_t row = 0; row < blocks.rows && !walk.late(); ++row) one(own, row);
-        return own;
+        for (std::int64_t row = 0; row < blocks.rows && !walk.late(); ++row) one(own.normed.data(), own.rounded.data(), row);
+        return {own.normed.data(), own.rounded.data()};
     }
     // By blocks: rows of one block share their cache lines.
     walk.each(blocks.count, [&](std::int64_t block) {
-        for (std::int64_t row = blocks.first(block); row < blocks.first(block + 1); ++row) one(normed_.data(), row);
+        for (std::int64_t row = blocks.first(block); row < blocks.first(block + 1); ++row)
+            one(normed_.data(), rounded_.data(), row);
     });
     ended(walk, kNorm);
-    return normed_.data();
+    return {normed_.data(), rounded_.data()};
+}
+
+void Step::round_to(std::int32_t* to, const Blocks& blocks, const float* values, std::int64_t inner, std::int64_t row) const {
+    const std::int64_t block = blocks.holding(row), first = blocks.first(block);
+    kernels_.round_row(values, inner, to + rounded_words(first, inner), blocks.size(block), static_cast<int>(row - first));
+}
+
+// rows: as place_for has them.
+Step::Input Step::round(Walk& walk, const float* rows, const Blocks& blocks, const Matrix& next) {
+    if (!next.int8) return {rows, nullptr};
+    if (blocks.rows <= kFewRows) {
+        std::int32_t* own = locals_[walk.thread()].rounded.data();
+        for (std::int64_t row = 0; row < blocks.rows && !walk.late(); ++row)
+            round_to(own, blocks, rows + row * next.inner, next.inner, row);
+        return {nullptr, own};
+    }
+    walk.each(blocks.count, [&](std::int64_t block) {
+        for (std::int64_t row = blocks.first(block); row < blocks.first(block + 1); ++row)
+            round_to(rounded_.data(), blocks, rows + row * next.inner, next.inner, row);
+    });
+    ended(walk, kRound);
+    return {nullptr, rounded_.data()};
 }
 
 template <class Finish>
-void Step::multiply(Walk& walk, Phase phase, const Matrix& matrix, const float* a, const Blocks& blocks,
+void Step::multiply(Walk& walk, Phase phase, const Matrix& matrix, const Input& a, const Blocks& blocks,
                     const Finish& finish) {
     const std::int64_t per_group = std::max<std::int64_t>(kGroupRows / kernels_.max_rows, 1);
     const std::int64_t groups = (blocks.count + per_group - 1) / per_group, pieces = matrix.panels * groups;
@@ -190,7 +231,11 @@ void Step::multiply(Walk& walk, Phase phase, const Matrix& matrix, const float* 
         const std::int64_t panel = piece / groups, from = piece % groups * per_group;
         const std::int64_t to = std::min(from + per_group, blocks.count);
         float* sums = own.tile.data();
-        kernels_.multiply(a, blocks, from, to, matrix.inner, matrix.encoding, matrix.panel(panel), sums, own.scratch.data());
+        if (matrix.int8)
+            kernels_.multiply_int8(a.rounded, blocks, from, to, matrix.inner, matrix.encoding, matrix.panel(panel), sums);
+        else
+            kernels_.multiply(a.values, blocks, from, to, matrix.inner, matrix.encoding, matrix.panel(panel), sums,
+                              own.scratch.data());
         const std::int64_t column = panel * kPanel, columns = std::min<std::int64_t>(kPanel, matrix.outputs - column);
         for (std::int64_t block = from; block < to; sums += blocks.size(block) * kPanel, ++block) {
             if (!matrix.bias.empty()) add_bias(sums, blocks.size(block), matrix.bias.data() + column, columns);
@@ -198,6 +243,25 @@ void Step::multiply(Walk& walk, Phase phase, const Matrix& matrix, const float* 
         }
     });
     ended(walk, phase);
+}
+
+void Step::multiply_alone(const Matrix& matrix, const float* a, std::int64_t rows, float* out) {
+    team_.settle();
+    const Blocks blocks = Blocks::of(rows, kernels_.max_rows);
+    locals_.resize(team_.size());
+    for (Local& own : locals_) {
+        grow(own.tile, (kGroupRows + kernels_.max_rows) * kPanel);
+        grow(own.scratch, kScratch);
+        grow(own.rounded, rounded_words(kFewRows, matrix.inner));
+    }
+    grow(rounded_, rounded_words(rows, matrix.inner));
+    const Team::Job job = [&](Walk& walk) {
+        const Input input = round(walk, a, blocks, matrix);
+        multiply(walk, kEmbed, matrix, input, blocks, [&](const Tile& t) { copy_tile(t, out, matrix.outputs); });
+    };
+    team_.run(job);
+    team_.settle();
+    take_profile();
 }
 
 // Part 0 (keys) or 1 (values) of a layer: head `group` of page 0.
@@ -246,10 +310,10 @@ Partial Step::partial_at(float* memory) const {
     return {memory, memory + per_group, memory + 2 * per_group};
 }
 
-void Step::finish_attention(const Partial& total, std::int64_t row, std::int64_t group) {
+void Step::finish_attention(const Partial& total, std::int64_t layer, std::int64_t row, std::int64_t group) {
     const Sizes& s = model_.sizes;
     const std::int64_t per_group = s.heads / s.kv_heads;
-    const Place to = place_of(attended_.data(), blocks_, s.query(), row);
+    const Place to = place_for(model_.layers[layer].out, attended_.data(), blocks_, row);
     for (std::int64_t h = 0; h < per_group; ++h) {
         const float share = 1.0f / total.weight[h];
         float* out = to.first + (group * per_group + h) * s.head_size * to.step;
@@ -289,7 +353,7 @@ void Step::attend_row(Local& own, std::int64_t layer, std::int64_t row, std::int
         kernels_.attend(attention, first, std::min(first + kSplit, length), next);
         kernels_.merge(total, next, attention.heads, attention.size);
     }
-    finish_attention(total, row, group);
+    finish_attention(total, layer, row, group);
 }
 
 void Step::attend_in_splits(Walk& walk, std::int64_t layer) {
@@ -309,7 +373,7 @@ void Step::attend_in_splits(Walk& walk, std::int64_t layer) {
         for (std::int64_t split = 1; split * kSplit < length; ++split)
             kernels_.merge(partial_at(memory), partial_at(memory + split * partial), static_cast<int>(per_group),
                            static_cast<int>(s.head_size));
-        finish_attention(partial_at(memory), row, piece % s.kv_heads);
+        finish_attention(partial_at(memory), layer, row, piece % s.kv_heads);
     });
 }
 

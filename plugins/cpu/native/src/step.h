@@ -31,7 +31,7 @@ struct StepArguments {
 };
 
 // What a step's time goes to; the names are in library.py.
-enum Phase { kEmbed, kNorm, kQkvProduct, kAttend, kOutProduct, kGateUpProduct, kDownProduct, kHeadProduct, kSample, kPhases };
+enum Phase { kEmbed, kNorm, kRound, kQkvProduct, kAttend, kOutProduct, kGateUpProduct, kDownProduct, kHeadProduct, kSample, kPhases };
 
 class Step {
   public:
@@ -39,26 +39,37 @@ class Step {
         : model_(model), kernels_(kernels), team_(team), job_([this](Walk& walk) { work(walk); }) {}
     // False, and nothing has happened, where an argument points outside the model or its cache.
     bool run(const StepArguments& arguments);
+    // One product by itself: a as chipmesh_multiply has it -> out [rows][outputs].
+    void multiply_alone(const Matrix& matrix, const float* a, std::int64_t rows, float* out);
     // Seconds of each phase, waiting for the team included, since the last call.
     std::array<double, kPhases> take_profile();
 
   private:
     struct Local {
         std::vector<float> normed, tile, scratch, partials;
+        std::vector<std::int32_t> rounded;
     };
+    // What a product multiplies: rows in blocks, as float32 or as int8, as its matrix has it.
+    struct Input {
+        const float* values;
+        const std::int32_t* rounded;
+    };
+
     bool is_sound() const;
     void make_room();
     void work(Walk& walk);
     void ended(const Walk& walk, Phase phase);
     void embed(Walk& walk);
     void gather_sampled(Walk& walk);
-    const float* normalise(Walk& walk, const std::vector<float>& weight, const float* rows, const Blocks& blocks);
+    Input normalise(Walk& walk, const std::vector<float>& weight, const float* rows, const Blocks& blocks, const Matrix& next);
+    Input round(Walk& walk, const float* rows, const Blocks& blocks, const Matrix& next);
+    void round_to(std::int32_t* to, const Blocks& blocks, const float* values, std::int64_t inner, std::int64_t row) const;
     template <class Finish>
-    void multiply(Walk& walk, Phase phase, const Matrix& matrix, const float* a, const Blocks& blocks, const Finish& finish);
+    void multiply(Walk& walk, Phase phase, const Matrix& matrix, const Input& a, const Blocks& blocks, const Finish& finish);
     void attend(Walk& walk, std::int64_t layer);
     void attend_row(Local& own, std::int64_t layer, std::int64_t row, std::int64_t group);
     void attend_in_splits(Walk& walk, std::int64_t layer);
-    void finish_attention(const Partial& total, std::int64_t row, std::int64_t group);
+    void finish_attention(const Partial& total, std::int64_t layer, std::int64_t row, std::int64_t group);
     void rotate_and_write(std::int64_t layer, std::int64_t row, std::int64_t group);
     Attention attention_of(std::int64_t layer, std::int64_t row, std::int64_t group) const;
     Partial partial_at(float* memory) const;
@@ -78,7 +89,9 @@ class Step {
     std::chrono::steady_clock::time_point phase_begun_;
     std::array<double, kPhases> profile_{};
     std::vector<Local> locals_;
+    // attended_, inner_: in blocks, or row by row where what is next wants them in int8.
     std::vector<float> residual_, normed_, qkv_, attended_, inner_, partials_, sampled_rows_;
+    std::vector<std::int32_t> rounded_;  // of the product at hand
 };
 
 }  // namespace chipmesh

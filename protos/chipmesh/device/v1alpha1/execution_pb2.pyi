@@ -49,7 +49,7 @@ class LoadModelRequest(_message.Message):
     cache_dir: _builtins.str
     """Folder for converted model descriptions; empty: the user's cache folder."""
     quantization: _builtins.str
-    """How weights are quantised as they are loaded: empty (not), w8a8 or w4a16."""
+    """How the model is quantised: empty (not), w8a8 or w4a16 (weights, as they are loaded), a8 (activations, weights as stored)."""
     def __init__(
         self,
         *,
