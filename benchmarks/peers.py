@@ -217,6 +217,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         **describe_run(),
         "model": bench.model.source.name,
+        "flags": list(ours),
         "prompt_tokens": workload.prompt_tokens,
         "output_tokens": workload.output_tokens,
         "requests_per_client": workload.requests_per_client,
