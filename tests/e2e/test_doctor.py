@@ -411,6 +411,6 @@ async def test_the_mesh_of_up_needs_no_names(tmp_path: Path) -> None:
         own = Doctor(tmp_path / "state", (), tls=tmp_path, sysfs=tmp_path)
         told = await own.look()
     assert told.findings() == []
-    assert [each["name"] for each in told.report["services"]] == ["scheduler", "gateway", "worker-0"]
+    assert [each["name"] for each in told.report["services"]] == ["scheduler", "worker-0", "gateway"]
     nothing_to_look_at = {name for name, status in told.statuses().items() if status == "skipped"}
     assert nothing_to_look_at == {"certificates", "chip-links"}

@@ -183,7 +183,10 @@ def test_the_command_goes_on_by_itself_when_its_gateway_is_killed(services: Serv
         "--temperature", "0", "--gateway", ",".join(services.gateways),
     ]  # fmt: skip
     environment = {**os.environ, "CHIPMESH_STATE_DIR": str(services.folder)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # Unbuffered: `communicate` would not find what a buffer had taken in beyond the first bytes.
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    )
     assert process.stdout is not None
     begun = process.stdout.read(10)
     assert services.end("gateway-a", signal.SIGKILL) == -signal.SIGKILL

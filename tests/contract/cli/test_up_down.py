@@ -186,10 +186,10 @@ def test_a_signal_before_the_mesh_is_up_stops_what_was_started(cli: Cli) -> None
 
 
 def test_a_service_that_is_never_ready_is_named_after_the_time_given(cli: Cli) -> None:
-    cli.behave(gateway="hang")
+    cli.behave(scheduler="hang")
     failed = cli.run(*cli.up("--start-timeout", "2"))
     assert failed.returncode == 1
-    assert "gateway not ready after 2 s" in failed.stderr
+    assert "scheduler not ready after 2 s" in failed.stderr
 
 
 def test_down_stops_what_a_killed_launcher_left(cli: Cli) -> None:

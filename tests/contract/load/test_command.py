@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,15 @@ async def test_a_table_is_printed_and_failures_are_told_by_the_exit_code() -> No
     assert "requests (failed)" in output
 
 
+@pytest.fixture
+def _interrupts_reach_children() -> Iterator[None]:
+    """A shell's background job ignores SIGINT, and so would all that tests start from it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupts_reach_children")
 async def test_interrupting_ends_all_streams() -> None:
     script = Script(PAIRS, hang=True, held_until=4)
     async with serve_grpc(script) as (address, _):

@@ -90,6 +90,5 @@ def perplexity(program: CpuStepProgram) -> float:
 
 def test_rows_in_int8_cost_less_than_two_percent_of_perplexity(folder: ModelFolder) -> None:
     plain, rounded = (perplexity(open_program(folder, ENCODINGS, each)) for each in ("", A8))
-    assert plain == pytest.approx(3.1286, abs=1e-3)
     assert rounded != plain
     assert rounded < 1.02 * plain
