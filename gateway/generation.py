@@ -34,8 +34,8 @@ class GenerationBounds:
     """accept_timeout_s: for the scheduler to take a request.
 
     resume_window_s: for a reader to come back, where the request says nothing; max_resume_window_s: the most
-    that it may say. message_interval_s: between two messages of a
-    stream; max_messages_per_s: what all streams together send.
+    that it may say. message_interval_s: between two messages of a stream; max_messages_per_s: what all
+    streams together send.
     """
 
     accept_timeout_s: float

@@ -251,6 +251,8 @@ class OutputReader:
                     raise self.request.end
                 if self.request.has_ended:
                     raise StopAsyncIteration
+            else:
+                self._come_back_when_due()
             await self._next_news()
 
     async def skip_to(self, index: int) -> None:
@@ -284,6 +286,8 @@ class OutputReader:
         """There is something to take, or the end."""
         if self._is_due():
             self._news.set()
+        else:
+            self._come_back_when_due()
 
     def close(self) -> None:
         """Nobody reads on."""
@@ -292,12 +296,13 @@ class OutputReader:
             self._gathering = None
 
     def _is_due(self) -> bool:
-        """Whether a piece may be taken now; where one is there too early, its time will come."""
-        if self.request.has_ended or self._loop.time() >= self._not_before:
-            return True
+        """Whether a piece may be taken now."""
+        return self.request.has_ended or self._loop.time() >= self._not_before
+
+    def _come_back_when_due(self) -> None:
+        """Where a piece is there too early: look again in time."""
         if self._gathering is None and len(self.request.token_ids) > self._next_index:
             self._gathering = self._loop.call_at(self._not_before, self._stop_gathering)
-        return False
 
     def _stop_gathering(self) -> None:
         self._gathering = None

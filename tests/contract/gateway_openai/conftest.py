@@ -14,16 +14,6 @@ from tests.contract.gateway_openai.openai_mesh import MeshFactory, OpenAiMesh, o
 from tests.unit.gateway.tiny_model import write_tiny_model
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def token_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tokens", tokenizer=False)
-
-
 @pytest.fixture
 def run_mesh(tiny_model: Path, tmp_path: Path) -> MeshFactory:
     """`async with run_mesh(template=..., **config) as mesh:`"""

@@ -15,9 +15,8 @@ import openai
 
 from chipmesh.scheduler.v1alpha1 import session_pb2
 from gateway.app import GatewayService
-from gateway.config import GatewayConfig
-from meshkit.config import parse_config
 from tests.contract.gateway.fake_scheduler import FakeScheduler, FakeSession, Submitted
+from tests.contract.gateway.running_gateway import running_gateway
 from tests.unit.gateway.tiny_model import IM_END, tokens_of
 
 WAIT_S = 10.0
@@ -62,28 +61,12 @@ class OpenAiMesh:
 
 
 @asynccontextmanager
-async def openai_mesh(
-    model: Path, cache_dir: Path, *, scheduler_up: bool = True, **config: Any
-) -> AsyncIterator[OpenAiMesh]:
+async def openai_mesh(model: Path, cache_dir: Path, **options: Any) -> AsyncIterator[OpenAiMesh]:
     """Running, with `model` under the name "tiny"."""
-    scheduler = FakeScheduler()
-    await scheduler.start()
-    if not scheduler_up:
-        await scheduler.stop()
-    raw = {
-        "scheduler_address": scheduler.address,
-        "models": [{"name": "tiny", "path": str(model)}],
-        "cache_dir": str(cache_dir),
-        "openai_listen": "127.0.0.1:0",
-        **config,
-    }
-    gateway = GatewayService(parse_config(GatewayConfig, raw, source="test"))
-    addresses = await gateway.start()
-    try:
-        yield OpenAiMesh(scheduler, gateway, str(addresses.openai_address), addresses.address)
-    finally:
-        await gateway.stop(0.0)
-        await scheduler.stop()
+    listening = {"openai_listen": "127.0.0.1:0", **options}
+    async with running_gateway(model, cache_dir, **listening) as running:
+        addresses = running.addresses
+        yield OpenAiMesh(running.scheduler, running.gateway, str(addresses.openai_address), addresses.address)
 
 
 async def answer(session: FakeSession, text: str, **fields: Any) -> Submitted:
