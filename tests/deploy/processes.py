@@ -66,13 +66,13 @@ class Pods:
         return content
 
     def wait_http(self, pod_name: str) -> str:
-        """Where the service's HTTP listens, also before it is ready; it is in its log."""
+        """Where the service's probes are answered, also before it is ready; it is in its log."""
         found: list[str] = []
 
         def look() -> bool:
             for line in self._log(pod_name).read_text(encoding="utf-8").splitlines():
-                if "http server listens" in line:
-                    found.append(json.loads(line)["address"])
+                if "http server listens" in line and (entry := json.loads(line))["field"] == "http_listen":
+                    found.append(entry["address"])
             return bool(found)
 
         self._wait(pod_name, look)

@@ -51,7 +51,8 @@ class Mesh:
 
     def start_gateway(self) -> str:
         """Where its HTTP listens."""
-        self.pods.start(GATEWAY, f"{GATEWAY}-0", scheduler_address=self.scheduler)
+        here = {"openai_listen": "127.0.0.1:0", "scheduler_address": self.scheduler}
+        self.pods.start(GATEWAY, f"{GATEWAY}-0", **here)
         return self.pods.wait_http(f"{GATEWAY}-0")
 
     def start_worker(self) -> str:

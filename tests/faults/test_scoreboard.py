@@ -1,4 +1,7 @@
-"""A smoke of every scenario: nothing lost, nothing leaked, the fault truly happened. No time is asserted."""
+"""A smoke of every scenario: nothing lost, nothing leaked, the fault truly happened. No time is asserted.
+
+One variant of each; scripts/nightly.sh runs them all in full counts.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,12 @@ def test_scenarios_come_in_the_order_of_the_scoreboard() -> None:
 @pytest.mark.parametrize("id_", by_shape())
 async def test_no_client_is_harmed_by(id_: str, meshes: Meshes) -> None:
     scenario = SCENARIOS[id_]
-    runs = min(2, len(scenario.variants))
-    plan = Plan(runs=runs, streams=STREAMS, seed=1, share=SHARE)
+    plan = Plan(runs=1, streams=STREAMS, seed=1, share=SHARE)
     report = await run_on(await meshes.of(scenario.shape), scenario, plan)
     assert report["problems"] == []
     assert harms(report) == NO_HARM
-    assert report["faults_injected"] >= runs
-    assert report["runs"] == runs
+    assert report["faults_injected"] >= 1
+    assert report["runs"] == 1
 
 
 async def test_a_fault_that_never_happened_fails_the_run_and_so_does_a_wrong_token(meshes: Meshes) -> None:
