@@ -35,6 +35,7 @@ from plugins.sdk.runner import (
     StepBatch,
     StepOutput,
 )
+from plugins.sdk.timing import StopTiming
 from tests.support.golden import load_golden
 from worker_svc.model_runner import OperatorModelRunner
 
@@ -97,30 +98,33 @@ def time_decode(
     prompt = random_tokens(context, executor.loaded.vocab_size)
     for slot in range(batch):
         executor.prefill(slot, prompt, settings)
-    program, seconds = executor.program, []
+    program, seconds, stop = executor.program, [], None
     for step in range(WARM_UP + steps):
         if step == WARM_UP and program is not None:
-            program.take_profile()
+            stop = program.start_timing(most_runs=0)
         begun = time.perf_counter()
         executor.decode(batch, context + step)
         seconds.append(time.perf_counter() - begun)
     median = statistics.median(seconds[WARM_UP:])
-    profile = program.take_profile() if program is not None else {}
-    shares = {name: round(value / sum(seconds[WARM_UP:]), 3) for name, value in profile.items()}
+    shares = _shares(stop, sum(seconds[WARM_UP:]))
     return {"step_ms": round(median * 1e3, 3), "tokens_per_s": round(batch / median, 1), "shares": shares}
+
+
+def _shares(stop: StopTiming | None, seconds: float) -> dict[str, float]:
+    """Share of each operator of the program in `seconds`."""
+    totals = stop().totals if stop is not None else ()
+    return {total.operator.name: round(total.seconds / seconds, 3) for total in totals}
 
 
 def time_prefill(executor: Executor, tokens: int) -> dict[str, Any]:
     """One prompt in one step."""
     executor.runner.reset()
     prompt, program = random_tokens(tokens, executor.loaded.vocab_size), executor.program
-    if program is not None:
-        program.take_profile()
+    stop = program.start_timing(most_runs=0) if program is not None else None
     begun = time.perf_counter()
     executor.prefill(0, prompt)
     seconds = time.perf_counter() - begun
-    profile = program.take_profile() if program is not None else {}
-    shares = {name: round(value / seconds, 3) for name, value in profile.items()}
+    shares = _shares(stop, seconds)
     return {
         "step_ms": round(seconds * 1e3, 2),
         "tokens_per_s": round(tokens / seconds, 1),

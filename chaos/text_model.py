@@ -12,7 +12,7 @@ CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 256,
     "max_position_embeddings": CONTEXT_TOKENS, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": True, "eos_token_id": 0,
 }  # fmt: skip
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 

@@ -57,6 +57,11 @@ class KeyRing:
         """Those of all keys that there are or were."""
         return list(self._tenants.values())
 
+    @property
+    def served(self) -> list[Tenant]:
+        """All whose calls are or were served: without a key only where that is allowed."""
+        return [*([self.anonymous] if self._allow_anonymous else []), *self.tenants]
+
     def replace(self, keys: Sequence[ApiKey]) -> None:
         """These are the keys from now on. A tenant that stays keeps what it spent; streams that run go on."""
         self._known = [(digest, self._tenant(key.config)) for key in keys for digest in key.digests]

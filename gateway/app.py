@@ -15,8 +15,10 @@ from typing import Any
 import grpc
 
 from chipmesh.inference.v1alpha1 import inference_pb2_grpc
+from chipmesh.sglang_grpc import sglang_scheduler_pb2_grpc
 from gateway.api_keys import KeyRing
 from gateway.config import GatewayConfig
+from gateway.constraint_checks import ConstraintChecks
 from gateway.generation import RETRY_AFTER_S, GenerationBounds, Generations
 from gateway.key_files import KeyFiles, read_keys
 from gateway.key_interceptor import KeyInterceptor
@@ -26,11 +28,17 @@ from gateway.models import open_models
 from gateway.openai_http.edge import Edge
 from gateway.openai_http.server import OpenAiServer
 from gateway.prompts import PromptReader
+from gateway.refusal_metrics import RefusalMetrics
 from gateway.servicer import SERVICE_NAME, InferenceServicer
 from gateway.session_client import SessionClient, SessionSettings
+from gateway.sglang_grpc import servicer as routers
+from gateway.sglang_grpc.mesh_reader import MeshReader
 from gateway.streams import StreamTable
 from gateway.text import TextPool
-from meshkit.address import is_local
+from gateway.web_page.admin import open_admin
+from gateway.web_page.guard import PageGuard
+from gateway.web_page.page import WebPage
+from meshkit.address import UnixAddress, is_local, parse_listen
 from meshkit.certificates.reading import check_own
 from meshkit.config import load_config
 from meshkit.errors import Unavailable
@@ -61,6 +69,7 @@ class GatewayAddresses:
     address: str
     http_address: str
     openai_address: str | None = None
+    has_page: bool = False
 
 
 class GatewayService:
@@ -140,15 +149,22 @@ class GatewayService:
         models = await asyncio.to_thread(open_models, config.models, cache_dir=cache_dir)
         pool = TextPool(threads=config.tokenizer_threads, max_waiting=config.max_waiting_texts)
         self._cleanup.push_async_callback(pool.close)
+        constraints = ConstraintChecks()
+        self._cleanup.push_async_callback(constraints.close)
         registry = Metrics()
         metrics = GatewayMetrics(registry)
         metrics.declare_models(models.names)
         session = await self._build_session(registry)
         self._generations = Generations(
             models=models,
-            prompts=PromptReader(pool, config.max_prompt_bytes),
+            prompts=PromptReader(pool, config.max_prompt_bytes, config.max_waiting_text_bytes),
             session=session,
-            table=StreamTable(max_live=config.max_live_requests, keep_finished_s=config.keep_finished_s),
+            constraints=constraints,
+            table=StreamTable(
+                max_live=config.max_live_requests,
+                max_prompt_tokens=config.max_live_prompt_tokens,
+                keep_finished_s=config.keep_finished_s,
+            ),
             metrics=metrics,
             bounds=GenerationBounds(
                 accept_timeout_s=config.accept_timeout_s,
@@ -171,13 +187,17 @@ class GatewayService:
             edge = Edge(
                 ring, is_public=not is_local(config.openai_listen), on_refused=key_metrics.unauthenticated.inc
             )
-            openai_address = await self._start_openai(config.openai_listen, self._generations, edge, registry)
+            page = await self._open_page(config.openai_listen, self._generations, registry, ring, key_metrics)
+            openai_address = await self._start_openai(
+                config.openai_listen, self._generations, edge, registry, page
+            )
         if config.watches_keys:
             self._run(key_files.watch(), "API keys")
         self._run(session.run(), "session")
         self._run(self._follow_session(), "health")
         self._run(LoopLag(registry).measure(), "loop lag")
-        return GatewayAddresses(config.advertise or address, http_address, openai_address)
+        has_page = openai_address is not None and config.page.serve
+        return GatewayAddresses(config.advertise or address, http_address, openai_address, has_page)
 
     async def _build_session(self, registry: Metrics) -> SessionClient:
         config = self._config
@@ -211,6 +231,7 @@ class GatewayService:
         config = self._config
         ring = KeyRing(checks_keys=config.checks_keys, allow_anonymous=config.allow_anonymous)
         metrics = KeyMetrics(registry, lambda: ring.tenants)
+        RefusalMetrics(registry, lambda: ring.served)
         files = KeyFiles(
             partial(read_keys, config.api_keys, config.api_keys_file),
             ring.replace,
@@ -238,6 +259,7 @@ class GatewayService:
             reflection=config.reflection,
             max_message_bytes=config.max_message_bytes,
             interceptors=[keys],
+            untraced_methods=routers.UNTRACED,
             credentials=await self._listener_credentials(),
             access=Access(everyone=Role.CLIENT),
         )
@@ -246,12 +268,64 @@ class GatewayService:
             InferenceServicer(generations),
             SERVICE_NAME,
         )
+        for_routers = await self._make_router_servicer(generations) if config.sglang_grpc.serve else None
+        if for_routers is not None:
+            self._rpc.add(
+                sglang_scheduler_pb2_grpc.add_SglangSchedulerServicer_to_server,
+                for_routers,
+                routers.SERVICE_NAME,
+            )
         address = await self._rpc.start()
         self._cleanup.push_async_callback(self._rpc.stop, LAST_WORDS_S)
+        if for_routers is not None:
+            self._cleanup.callback(
+                for_routers.end_streams
+            )  # Before the listener stops: it would wait for them.
         return address
 
+    async def _make_router_servicer(self, generations: Generations) -> routers.SglangServicer:
+        config = self._config
+        channel = await open_admin(config)
+        if channel is not None:
+            self._cleanup.push_async_callback(channel.close)
+        return routers.SglangServicer(
+            generations,
+            MeshReader(channel),
+            model=config.sglang_grpc.model or "",
+            is_serving=lambda: self._health().serving,
+            is_public=not is_local(config.listen),
+        )
+
+    async def _open_page(
+        self,
+        listen: str,
+        generations: Generations,
+        registry: Metrics,
+        ring: KeyRing,
+        key_metrics: KeyMetrics,
+    ) -> WebPage | None:
+        config = self._config
+        if not config.page.serve:
+            return None
+        guard = PageGuard(
+            ring,
+            has_keys=config.checks_keys,
+            is_public=not is_local(listen),
+            over_tcp=not isinstance(parse_listen(listen, field="openai_listen"), UnixAddress),
+            on_refused=key_metrics.unauthenticated.inc,
+        )
+        page = await WebPage.open(config, generations=generations, registry=registry.registry, guard=guard)
+        self._cleanup.push_async_callback(page.close)
+        self._run(page.run(), "page")
+        return page
+
     async def _start_openai(
-        self, listen: str, generations: Generations, edge: Edge, registry: Metrics
+        self,
+        listen: str,
+        generations: Generations,
+        edge: Edge,
+        registry: Metrics,
+        page: WebPage | None,
     ) -> str:
         config, tls = self._config, None
         if config.listen_tls is not None:
@@ -268,9 +342,12 @@ class GatewayService:
             registry=registry.registry,
             health=self._health,
             tls=tls,
+            further=await page.routes() if page is not None else (),
         )
         address = await server.start()
         self._cleanup.push_async_callback(server.stop)
+        if page is not None:
+            self._cleanup.callback(page.end_streams)  # Before the listener stops: it would wait for them.
         return address
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -309,7 +386,7 @@ def main(config_path: str) -> int:
         config = load_config(GatewayConfig, Path(config_path))
         configure_logging("gateway", level=config.log_level)
         log.info("configuration", config=config.model_dump(mode="json"))
-        tracing = configure_tracing("chipmesh-gateway", config.tracing)
+        tracing = configure_tracing("chipmesh-gateway", config.tracing, bounds_callers=True)
         try:
             service = GatewayService(config)
             addresses = await service.start()
@@ -336,6 +413,7 @@ async def _serve(
                     "address": addresses.address,
                     "http_address": addresses.http_address,
                     **({"openai_address": addresses.openai_address} if addresses.openai_address else {}),
+                    **({"page": True} if addresses.has_page else {}),
                 },
             )
         await stopping

@@ -12,18 +12,22 @@ from dataclasses import dataclass, replace
 
 from chipmesh.inference.v1alpha1 import inference_pb2 as pb
 from gateway import validation
-from gateway.generation_spec import Finish, FinishReason, GenerationSpec, RequestKey
+from gateway.constraint_checks import ConstraintChecks
+from gateway.deadlines import Deadlines
+from gateway.generation_spec import Finish, FinishReason, GenerationSpec, Placed, RequestKey
 from gateway.given_output import check_agrees, check_logprobs_from, check_same, take_in
 from gateway.live_request import LiveRequest, OutputReader
 from gateway.metrics import GatewayMetrics, RequestTimer
 from gateway.models import ServedModel, ServedModels
 from gateway.output_text import OutputText
 from gateway.prompts import Conversation, PromptReader, field_of
+from gateway.refusal_metrics import counted_refusals
 from gateway.request_span import RequestSpan
 from gateway.session_client import SessionClient
 from gateway.streams import StreamTable
 from gateway.tenant import Tenant
 from gateway.text import IncrementalDetokenizer
+from meshkit.constraints.form import Constraint
 from meshkit.errors import InvalidArgument, MeshError, Unavailable
 
 RETRY_AFTER_S = 1.0
@@ -51,11 +55,13 @@ class Extension:
 
     conversation: takes the prompt's place. choice: index among the generations that one call asks for; draws
     depend on it. shown_tokens: special tokens that come out as text, where the vocabulary has them.
+    constrain: the constraint of the output, given the prompt's tokens; it takes the message's place.
     """
 
     conversation: Conversation | None = None
     choice: int = 0
     shown_tokens: tuple[str, ...] = ()
+    constrain: Callable[[Sequence[int]], Constraint] | None = None
 
 
 NO_EXTENSION = Extension()
@@ -75,6 +81,7 @@ class Generations:
         models: ServedModels,
         prompts: PromptReader,
         session: SessionClient,
+        constraints: ConstraintChecks,
         table: StreamTable,
         metrics: GatewayMetrics,
         bounds: GenerationBounds,
@@ -84,6 +91,7 @@ class Generations:
         self.models = models
         self.prompts = prompts
         self._session = session
+        self._constraints = constraints
         self._table = table
         self._metrics = metrics
         self._bounds = bounds
@@ -91,6 +99,7 @@ class Generations:
         self._clock = clock
         self._draining = False
         self._abandonments: dict[LiveRequest, asyncio.TimerHandle] = {}
+        self._deadlines = Deadlines(self._fail, clock=clock)
         self._following_count = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -116,16 +125,18 @@ class Generations:
 
         Raises:
             InvalidArgument, NotFound, AlreadyExists, FailedPrecondition: it cannot be served as it is.
-            ResourceExhausted, Unavailable: not now.
+            ResourceExhausted, Unavailable: not now. DeadlineExceeded: time_left_s has passed.
         """
-        self._refuse_while_draining()
-        with self._following(), RequestSpan() as span:
-            asked = self._read(request, tenant, extension)
-            reader = await self._open(asked, span, time_left_s=time_left_s)
+        with self._following(), RequestSpan(time_left_s=time_left_s) as span:
+            with counted_refusals(tenant):
+                self._refuse_while_draining()
+                asked = self._read(request, tenant, extension)
+                reader = await self._open(asked, span, time_left_s=time_left_s)
             live = reader.request
-            span.accepted(live.spec)
+            span.accepted(live.spec, operation=asked.operation)
             try:
-                await self._wait_queued(live)
+                with counted_refusals(tenant):
+                    await self._wait_queued(live)
                 yield reader
             finally:
                 self._detach(reader)
@@ -187,8 +198,7 @@ class Generations:
     def fail_all(self, error: MeshError) -> None:
         """End every live generation with `error`."""
         for live in self._table:
-            self._session.cancel(live)
-            live.fail(error)
+            self._fail(live, error)
 
     def _pause_s(self) -> float:
         """How long a stream gathers tokens for its next message: a message costs the same whatever it holds,
@@ -211,10 +221,11 @@ class Generations:
     async def _open(self, asked: _Asked, span: RequestSpan, *, time_left_s: float | None) -> OutputReader:
         """A reader after the output that the request brings, on a new generation or on that of its id."""
         deadline = None if time_left_s is None else self._clock() + time_left_s
+        self._deadlines.check(deadline)
         known = await self._table.find_again(asked.key) if asked.request.request_id else None
         if known is not None:
             return await self._join(known, asked)
-        live = await self._admit(asked, deadline=deadline, traceparent=span.traceparent)
+        live = await self._admit(asked, deadline=deadline, span=span)
         return self._attach(live, live.given_count)
 
     def _read(self, request: pb.GenerateRequest, tenant: Tenant, extension: Extension) -> _Asked:
@@ -227,36 +238,42 @@ class Generations:
             draw_seed=self._draw_seed,
             max_resume_window_s=self._bounds.max_resume_window_s,
         )
+        tenant.check_priority(options.scheduling.priority)
         key = RequestKey(tenant.name, request.request_id or secrets.token_hex(16))
         return _Asked(request, key, tenant, model, _salted(options, tenant), timer, extension)
 
-    async def _admit(self, asked: _Asked, *, deadline: float | None, traceparent: str) -> LiveRequest:
+    async def _admit(self, asked: _Asked, *, deadline: float | None, span: RequestSpan) -> LiveRequest:
         tenant = asked.tenant
         self._table.reserve(asked.key)
         try:
             tenant.admit(live=self._table.busy_count_of(tenant.name) - 1)
             spec = await self._complete(asked)
+            if spec.sampling.constraint is not None:
+                await self._constraints.check(spec.sampling.constraint, asked.model)
             text = _output_text(spec, asked.model, asked.extension.shown_tokens)
             given = await self._take_in(asked.output_token_ids, spec, text)
             # The gateway may have begun to drain while the prompt was tokenised.
             self._refuse_while_draining()
+            self._deadlines.check(deadline)
             # And its tenant's other requests may have used up the budget.
             tenant.check_tokens()
             # Output that a request brings is read by a chip as its prompt is.
             prompt_tokens = len(spec.prompt_token_ids) + len(given)
+            self._table.check_prompt(asked.key.owner, prompt_tokens)
             live = LiveRequest(
                 spec,
                 text=text,
-                observer=_Bookkeeper(asked.timer, tenant, prompt_tokens, self._retire),
+                observer=_Bookkeeper(asked.timer, span, tenant, prompt_tokens, self._retire),
                 given=given,
                 deadline=deadline,
-                traceparent=traceparent,
+                traceparent=span.traceparent,
             )
         except BaseException:
             self._table.release(asked.key)
             raise
         tenant.spend(prompt_tokens)
         self._table.add(live)
+        self._deadlines.watch(live)
         if not live.finish_if_complete():
             self._session.submit(live)
         return live
@@ -280,11 +297,12 @@ class Generations:
 
     async def _complete(self, asked: _Asked) -> GenerationSpec:
         prompt = asked.extension.conversation or asked.request.prompt
+        prompt_token_ids = await self.prompts.read(prompt, asked.model)
         return validation.complete(
-            asked.options,
+            _constrained(asked, prompt_token_ids),
             asked.model,
             request_id=asked.key.request_id,
-            prompt_token_ids=await self.prompts.read(prompt, asked.model),
+            prompt_token_ids=prompt_token_ids,
             field=field_of(prompt),
             owner=asked.tenant.name,
             choice=asked.extension.choice,
@@ -336,8 +354,13 @@ class Generations:
         self._session.cancel(live)
         live.finish(FinishReason.CANCELLED)
 
+    def _fail(self, live: LiveRequest, error: MeshError) -> None:
+        self._session.cancel(live)
+        live.fail(error)
+
     def _retire(self, live: LiveRequest) -> None:
         self._drop_abandonment(live)
+        self._deadlines.drop(live)
         self._table.retire(live, keep=live.is_queued)
 
     def _drop_abandonment(self, live: LiveRequest) -> None:
@@ -363,18 +386,26 @@ class _Asked:
         """What the client has already."""
         return self.request.output_token_ids
 
+    @property
+    def operation(self) -> str:
+        """gen_ai's word for it."""
+        is_chat = self.extension.conversation or self.request.prompt.WhichOneof("form") == "chat"
+        return "chat" if is_chat else "text_completion"
+
 
 class _Bookkeeper:
-    """Keeps measurements, budgets and table in step with one request."""
+    """Keeps measurements, its span, budgets and table in step with one request."""
 
     def __init__(
         self,
         timer: RequestTimer,
+        span: RequestSpan,
         tenant: Tenant,
         prompt_tokens: int,
         retire: Callable[[LiveRequest], None],
     ) -> None:
         self._timer = timer
+        self._span = span
         self._tenant = tenant
         self._prompt_tokens = prompt_tokens
         self._retire = retire
@@ -383,8 +414,13 @@ class _Bookkeeper:
         self._timer.accepted()
         self._tenant.count_accepted(self._prompt_tokens)
 
+    def on_placed(self, placement: Placed) -> None:
+        self._timer.placed(placement)
+        self._span.placed(placement)
+
     def on_tokens(self, count: int) -> None:
-        self._timer.tokens(count)
+        if self._timer.tokens(count):
+            self._span.first_token()
         self._tenant.count_output(count)
 
     def on_end(self, request: LiveRequest) -> None:
@@ -392,8 +428,18 @@ class _Bookkeeper:
         if isinstance(end, MeshError) and not request.is_queued:
             # Refused, so no chip read it. One that its client gave up may have been on its way to one.
             self._tenant.spend(-self._prompt_tokens)
+        self._tenant.count_ended()
         self._timer.ended(aborted=not isinstance(end, Finish) or end.reason is FinishReason.CANCELLED)
         self._retire(request)
+
+
+def _constrained(asked: _Asked, prompt_token_ids: Sequence[int]) -> validation.Options:
+    options, constrain = asked.options, asked.extension.constrain
+    if constrain is None:
+        return options
+    constraint = constrain(prompt_token_ids)
+    validation.check_constraint(constraint, options.stop, asked.model)
+    return replace(options, sampling=replace(options.sampling, constraint=constraint))
 
 
 def _salted(options: validation.Options, tenant: Tenant) -> validation.Options:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from meshkit.constraints.form import Constraint
 
 
 class FinishReason(enum.Enum):
@@ -29,6 +31,12 @@ class Sampling:
     frequency_penalty: float
     seed: int
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    constraint: Constraint | None = None
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """All but the constraint, whose messages differ from contract to contract."""
+        return {name: value for name, value in vars(self).items() if name != "constraint"}
 
 
 @dataclass(frozen=True)
@@ -95,9 +103,11 @@ class GenerationSpec:
         matched_stop: the stop string that its last token completed.
         """
         count = len(token_ids)
+        # A complete output of a given form ends whatever min_tokens says: nothing else may follow.
+        fewest = 0 if self.sampling.constraint is not None else self.stop.min_tokens
         if matched_stop is not None:
             return FinishReason.STOP
-        if count and token_ids[-1] in self.end_token_ids and count >= self.stop.min_tokens:
+        if count and token_ids[-1] in self.end_token_ids and count >= fewest:
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= self.stop.max_tokens else None
 

@@ -20,6 +20,9 @@ class LiveRequestObserver(Protocol):
     def on_queued(self) -> None:
         """The scheduler has it. Once."""
 
+    def on_placed(self, placement: Placed) -> None:
+        """It runs on a replica; again after each move."""
+
     def on_tokens(self, count: int) -> None:
         """`count` new tokens came at once."""
 
@@ -83,6 +86,11 @@ class LiveRequest:
         return "streaming" if self._queued else "waiting"
 
     @property
+    def prompt_tokens(self) -> int:
+        """What the mesh reads before the first new token: output that the client brought counts, too."""
+        return len(self.spec.prompt_token_ids) + self.given_count
+
+    @property
     def has_ended(self) -> bool:
         """Nothing more will happen to it."""
         return self.end is not None
@@ -130,6 +138,7 @@ class LiveRequest:
         self.placement = placement
         if self.cached_tokens is None:
             self.cached_tokens = min(cached_tokens, len(self.spec.prompt_token_ids))
+        self._observer.on_placed(placement)
 
     def on_tokens(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
         """New tokens, from `first_index` of the output on. Those that are here already are dropped.
@@ -254,6 +263,18 @@ class OutputReader:
             else:
                 self._come_back_when_due()
             await self._next_news()
+
+    async def wait_readable(self) -> None:
+        """Return when there is something to take, or the request has ended well.
+
+        Raises:
+            MeshError: it failed, and there is nothing to take before that.
+        """
+        request = self.request
+        while len(request.token_ids) <= self._next_index and not request.has_ended:
+            await self._next_news()
+        if isinstance(request.end, MeshError) and len(request.token_ids) <= self._next_index:
+            raise request.end
 
     async def skip_to(self, index: int) -> None:
         """Read on from token `index`, once the request has so many or has ended."""

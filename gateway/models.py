@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ class ModelText:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Facts about one model. text: None for a model of token ids alone."""
+    """Facts about one model. text, folder: None for a model of token ids alone."""
 
     name: str
     context_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     text: ModelText | None
+    folder: ModelFolder | None = field(default=None, compare=False)
 
     def require_text(self, field: str) -> ModelText:
         """The model's tokenizer and template.
@@ -119,6 +120,7 @@ def open_served_model(config: ServedModelConfig, *, cache_dir: Path) -> ServedMo
         vocab_size=folder.vocab_size,
         eos_token_ids=folder.eos_token_ids,
         text=_read_text(folder),
+        folder=folder,
     )
 
 

@@ -10,7 +10,7 @@ from chipmesh.inference.v1alpha1 import inference_pb2 as pb
 from gateway.models import ModelText, ServedModel
 from gateway.text import TextPool
 from gateway.validation import check_prompt_form, check_size, read_token_prompt
-from meshkit.errors import InvalidArgument
+from meshkit.errors import InvalidArgument, ResourceExhausted
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,18 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
 class PromptReader:
-    """Turns prompts into tokens. max_bytes: largest text or conversation."""
+    """Turns prompts into tokens.
 
-    pool: TextPool
-    max_bytes: int
+    max_bytes: largest text or conversation. max_waiting_bytes: of all that wait for the pool or are in it;
+    one alone may be larger.
+    """
+
+    def __init__(self, pool: TextPool, max_bytes: int, max_waiting_bytes: int = 256 * 1024 * 1024) -> None:
+        self.pool = pool
+        self.max_bytes = max_bytes
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting_bytes = 0
 
     async def read(self, prompt: pb.Prompt | Conversation, model: ServedModel) -> Sequence[int]:
         """The token ids of `prompt`; may be empty where a text holds nothing that the model has tokens for.
@@ -49,12 +55,27 @@ class PromptReader:
             if prompt.WhichOneof("form") == "tokens":
                 return read_token_prompt(prompt.tokens.token_ids, model)
         text = model.require_text(field_of(prompt))
+        size_bytes = prompt.size_bytes if isinstance(prompt, Conversation) else prompt.ByteSize()
+        self._check_room(size_bytes)
+        self._waiting_bytes += size_bytes
         try:
             if isinstance(prompt, pb.Prompt) and prompt.WhichOneof("form") == "text":
                 return await self.pool.run(_encode, prompt.text, text, text.add_special_tokens)
             return await self.pool.run(_encode_chat, prompt, text)
         except InvalidArgument as error:
             raise _at_prompt(error) from error
+        finally:
+            self._waiting_bytes -= size_bytes
+
+    def _check_room(self, size_bytes: int) -> None:
+        if self._waiting_bytes and self._waiting_bytes + size_bytes > self._max_waiting_bytes:
+            wait_s = self.pool.retry_after_s()
+            raise ResourceExhausted(
+                f"texts of {self._waiting_bytes} bytes are being processed or wait already, the limit is "
+                f"{self._max_waiting_bytes} (max_waiting_text_bytes); try again in {wait_s:.3g} s",
+                reason="TEXT_POOL_FULL",
+                retry_after_s=wait_s,
+            )
 
 
 def field_of(prompt: pb.Prompt | Conversation) -> str:

@@ -20,19 +20,28 @@ PASSING = frozenset({
     "TEXT_NOT_UNICODE", "STOP_EMPTY", "CHAT_TEMPLATE_MISSING", "CHAT_REFUSED", "CHAT_SIZE", "CHAT_CONTENT",
     "CHAT_ROLE_UNKNOWN", "OUTPUT_DIFFERS", "OUTPUT_AFTER_END", "LOGPROBS_NOT_KNOWN", "REQUEST_ID_IN_USE",
     "REQUEST_NOT_FOUND", "MODEL_NOT_FOUND", "MODEL_HAS_NO_TOKENIZER", "UNKNOWN_MODEL", "CONTEXT_EXCEEDED",
-    "REQUEST_TOO_LARGE",
+    "REQUEST_TOO_LARGE", "CONSTRAINT_INVALID", "CONSTRAINT_TOO_COMPLEX", "CONSTRAINT_FAILED",
+    "CONSTRAINT_CHECKS_FULL", "CONSTRAINT_CHECK_FAILED",
     # No room, or no time: said with the limit and when to come back.
     "TOO_MANY_REQUESTS", "TEXT_POOL_FULL", "QUEUE_FULL", "BUDGET_EXHAUSTED", "DEADLINE_EXCEEDED",
     # This gateway's words about the mesh, without names or addresses.
     "DRAINING", "SCHEDULER_UNAVAILABLE", "SCHEDULER_LOST", "TOKENS_LOST", "REASON_MISSING", "API_KEY_INVALID",
     "MALFORMED_MESSAGE",
+    # Of the interface of routers, about what it has to offer.
+    "UNSUPPORTED_CALL", "INSIDE_NOT_PUBLIC", "MODEL_NOT_CHOSEN", "NO_OPERATOR_CERTIFICATE",
     # Of the OpenAI interface, about what was sent to it.
     "UNSUPPORTED_VALUE", "UNSUPPORTED_ENDPOINT", "BODY_NOT_JSON", "BODY_TOO_LARGE",
     "CONTENT_TYPE_UNSUPPORTED", "METRICS_NOT_PUBLIC", "GENERATION_CANCELLED",
+    # Of the page, about who asks and from where.
+    "OPERATOR_REQUIRED", "CROSS_ORIGIN", "HOST_NOT_LOCAL", "TRACE_NOT_FOUND",
 })  # fmt: skip
 """Reasons whose texts were read: no address, path, process or exception is in them."""
 
 REWORDED: dict[str, tuple[str | None, str]] = {
+    "CONSTRAINT_UNSUPPORTED": (
+        "sampling.constraint",
+        "sampling.constraint: the outputs of this model cannot be given a form here; leave it out",
+    ),
     "CHAT_NOT_RENDERED": ("prompt.chat", "prompt.chat: the model's template cannot render this conversation"),
     "POISONED": (
         None,

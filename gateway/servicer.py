@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from chipmesh.inference.v1alpha1 import inference_pb2 as pb
 from chipmesh.inference.v1alpha1 import inference_pb2_grpc
 from gateway.generation import Generations
-from gateway.generation_spec import Finish, FinishReason, GenerationSpec
+from gateway.generation_spec import Finish, FinishReason, GenerationSpec, Sampling
 from gateway.key_interceptor import current_tenant
 from gateway.live_request import LiveRequest, Output, OutputReader
 from meshkit.errors import Internal
+from meshkit.telemetry.tracing import inject_traceparent
 
 if TYPE_CHECKING:
     from meshkit.rpc.handlers import Context
@@ -41,6 +42,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             request, tenant=current_tenant(), time_left_s=context.time_remaining()
         )
         async with following as reader, aclosing(_events(reader)) as events:
+            await _tell_trace(context)
             async for event in events:
                 yield pb.GenerateResponse(event=event)
 
@@ -52,6 +54,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             request.request_id, tenant=current_tenant(), next_index=request.next_index
         )
         async with following as reader, aclosing(_events(reader)) as events:
+            await _tell_trace(context)
             async for event in events:
                 yield pb.ResumeGenerationResponse(event=event)
 
@@ -80,6 +83,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return pb.TokenizeResponse(token_ids=token_ids)
 
 
+async def _tell_trace(context: Context) -> None:
+    """Say in the initial metadata by which trace the call is kept, if it is. Once it is accepted, not before:
+    a refusal without them is one that a client's channel may try again by itself.
+    """
+    if traceparent := inject_traceparent():
+        await context.send_initial_metadata((("traceparent", traceparent),))
+
+
 async def _events(reader: OutputReader) -> AsyncGenerator[pb.GenerationEvent, None]:
     request = reader.request
     yield pb.GenerationEvent(accepted=_accepted(request.spec))
@@ -93,7 +104,7 @@ def _accepted(spec: GenerationSpec) -> pb.Accepted:
     return pb.Accepted(
         request_id=spec.request_id,
         model=spec.model,
-        effective_sampling=pb.SamplingOptions(**asdict(spec.sampling)),
+        effective_sampling=_sampling_options(spec.sampling),
         effective_stop=pb.StopOptions(
             max_tokens=stop.max_tokens,
             stop_strings=stop.stop_strings,
@@ -103,6 +114,13 @@ def _accepted(spec: GenerationSpec) -> pb.Accepted:
         ),
         prompt_token_ids=spec.prompt_token_ids,
     )
+
+
+def _sampling_options(sampling: Sampling) -> pb.SamplingOptions:
+    options = pb.SamplingOptions(**sampling.numbers)
+    if sampling.constraint is not None:
+        setattr(options.constraint, sampling.constraint.kind, sampling.constraint.text)
+    return options
 
 
 def _output(output: Output) -> pb.Output:

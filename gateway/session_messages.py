@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 
 from chipmesh.device.v1alpha1 import sampling_pb2
 from chipmesh.scheduler.v1alpha1 import session_pb2 as pb
@@ -42,6 +41,7 @@ _REASONS = {
 }
 
 FULL_RETRY_AFTER_S = 1.0
+"""Where a scheduler does not say itself when it has room."""
 
 
 def submit_command(number: int, request: LiveRequest, *, now: float) -> pb.RequestCommand:
@@ -59,6 +59,7 @@ def submit_command(number: int, request: LiveRequest, *, now: float) -> pb.Reque
         priority=spec.scheduling.priority,
         cache_salt=spec.scheduling.cache_salt,
         session_key=spec.scheduling.session_key,
+        owner=spec.owner,
     )
     if request.deadline is not None:
         submit.deadline_ms = max(0, int((request.deadline - now) * 1000))
@@ -131,9 +132,13 @@ def failure_error(failed: pb.RequestFailed) -> MeshError:
             message,
             field=failed.field or None,
             reason=failed.reason or None,
-            retry_after_s=FULL_RETRY_AFTER_S,
+            retry_after_s=_retry_after_s(failed),
         )
     return cls(message, field=failed.field or None, reason=failed.reason or None)
+
+
+def _retry_after_s(failed: pb.RequestFailed) -> float:
+    return failed.retry_after_ms / 1000 if failed.HasField("retry_after_ms") else FULL_RETRY_AFTER_S
 
 
 def _apply_finished(request: LiveRequest, finished: pb.RequestFinished) -> None:
@@ -146,8 +151,10 @@ def _apply_finished(request: LiveRequest, finished: pb.RequestFinished) -> None:
 
 def _sampling(spec: GenerationSpec) -> sampling_pb2.SamplingParameters:
     suppressing = spec.stop.min_tokens > 0
+    constraint = spec.sampling.constraint
     return sampling_pb2.SamplingParameters(
-        **asdict(spec.sampling),
+        **spec.sampling.numbers,
+        constraint=None if constraint is None else constraint.to_proto(),
         choice=spec.choice,
         logprobs=spec.logprobs,
         suppressed_token_ids=spec.end_token_ids if suppressing else (),

@@ -4,33 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from gateway.generation_spec import RequestKey
 from gateway.live_request import LiveRequest
+from gateway.shared_room import SharedRoom
+from meshkit.drain_rate import DrainRate
 from meshkit.errors import AlreadyExists, NotFound, ResourceExhausted
 
-RETRY_AFTER_S = 1.0
+NO_LIMIT = 1 << 62
 
 
 class StreamTable:
     """Requests by owner and id. An id is reserved before its prompt is tokenised, so a refusal costs nothing.
     To one owner another's requests are not there.
 
-    max_live: reserved and live requests together. keep_finished_s: seconds on `clock`, which is monotonic.
-    At most `max_live` ended requests are kept, whatever their age.
+    max_live: reserved and live requests together. max_prompt_tokens: of all live ones, what the mesh has to
+    read. Both are shared fairly among owners (shared_room.py). keep_finished_s: seconds on `clock`, which is
+    monotonic. At most `max_live` ended requests are kept, whatever their age.
     """
 
     def __init__(
-        self, *, max_live: int, keep_finished_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        max_live: int,
+        keep_finished_s: float,
+        max_prompt_tokens: int = NO_LIMIT,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_live = max_live
+        self._places = SharedRoom(max_live)
+        self._prompts = SharedRoom(max_prompt_tokens)
+        self._places_drain = DrainRate(now=clock())
+        self._prompts_drain = DrainRate(now=clock())
         self._keep_finished_s = keep_finished_s
         self._clock = clock
         self._reserved: dict[RequestKey, asyncio.Event] = {}
         self._live: dict[RequestKey, LiveRequest] = {}
-        self._busy: Counter[str] = Counter()
         self._finished: OrderedDict[RequestKey, tuple[float, LiveRequest]] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -47,7 +58,7 @@ class StreamTable:
 
     def busy_count_of(self, owner: str) -> int:
         """Those of one owner."""
-        return self._busy[owner]
+        return self._places.held_by(owner)
 
     def reserve(self, key: RequestKey) -> None:
         """Take a place and an id.
@@ -63,15 +74,17 @@ class StreamTable:
                 field="request_id",
                 reason="REQUEST_ID_IN_USE",
             )
-        if self.busy_count >= self._max_live:
-            raise ResourceExhausted(
-                f"{self.busy_count} requests are live at this gateway, the limit is {self._max_live}; "
-                f"try again in {RETRY_AFTER_S:g} s",
-                reason="TOO_MANY_REQUESTS",
-                retry_after_s=RETRY_AFTER_S,
-            )
+        if not self._places.has_room(key.owner, 1):
+            raise _full("requests", self._places, self._places_drain.refuse(1, self._clock()))
+        if not self._places.used:
+            self._places_drain.begin(self._clock())
         self._reserved[key] = asyncio.Event()
-        self._busy[key.owner] += 1
+        self._places.take(key.owner, 1)
+
+    def check_prompt(self, owner: str, tokens: int) -> None:
+        """Raise ResourceExhausted where a prompt of so many tokens has no room beside the live ones."""
+        if not self._prompts.has_room(owner, tokens):
+            raise _full("prompt_tokens", self._prompts, self._prompts_drain.refuse(tokens, self._clock()))
 
     def release(self, key: RequestKey) -> None:
         """Give a reserved place back: the request was refused. Idempotent."""
@@ -98,6 +111,9 @@ class StreamTable:
         """Turn a reserved place into a live request."""
         key = request.spec.key
         self._finished.pop(key, None)
+        if not self._prompts.used:
+            self._prompts_drain.begin(self._clock())
+        self._prompts.take(key.owner, request.prompt_tokens)
         self._live[key] = request
         self._reserved.pop(key).set()
 
@@ -107,6 +123,8 @@ class StreamTable:
         if self._live.get(key) is request:  # The id may belong to another by now.
             del self._live[key]
             self._leave(key)
+            self._prompts.give_back(key.owner, request.prompt_tokens)
+            self._prompts_drain.left(request.prompt_tokens, self._clock())
             if keep:
                 self._finished[key] = (self._clock(), request)
         self._drop_expired()
@@ -136,9 +154,8 @@ class StreamTable:
         return self._live.get(key)
 
     def _leave(self, key: RequestKey) -> None:
-        self._busy[key.owner] -= 1
-        if not self._busy[key.owner]:
-            del self._busy[key.owner]
+        self._places.give_back(key.owner, 1)
+        self._places_drain.left(1, self._clock())
 
     def _drop_expired(self) -> None:
         oldest_allowed = self._clock() - self._keep_finished_s
@@ -147,3 +164,14 @@ class StreamTable:
             if ended_at > oldest_allowed and len(self._finished) <= self._max_live:
                 return
             del self._finished[key]
+
+
+def _full(what: str, room: SharedRoom, retry_after_s: float) -> ResourceExhausted:
+    return ResourceExhausted(
+        f"{room.used} {what.replace('_', ' ')} are live at this gateway, the limit is {room.limit} "
+        f"(max_live_{what}); try again in {retry_after_s:.3g} s",
+        reason="TOO_MANY_REQUESTS",
+        retry_after_s=retry_after_s,
+        bound=f"max_live_{what}",
+        limit=room.limit,
+    )

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from gateway.budget import TokenBucket
 from gateway.config import ApiKeyConfig
 from gateway.validation import RESERVED_SALT_PREFIX
-from meshkit.errors import ResourceExhausted
-
-LIVE_RETRY_AFTER_S = 1.0
-"""A place becomes free when a request ends, which nobody knows beforehand."""
+from meshkit.drain_rate import DrainRate
+from meshkit.errors import InvalidArgument, ResourceExhausted
 
 
 @dataclass
@@ -27,6 +25,8 @@ class Tally:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    """Requests by the reason for which they were not taken, by whomever."""
 
 
 class Tenant:
@@ -43,7 +43,10 @@ class Tenant:
         self.tally = Tally()
         self._clock = clock
         self._share_cache = True
+        self._is_operator = False
         self._max_live: int | None = None
+        self._max_priority: int | None = None
+        self._live_drain = DrainRate(now=clock())
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
         if config is not None:
@@ -57,11 +60,18 @@ class Tenant:
         """Whether its requests come without a key."""
         return not self.name
 
+    @property
+    def is_operator(self) -> bool:
+        """Whether its key says that it may see and steer the mesh."""
+        return self._is_operator
+
     def configure(self, config: ApiKeyConfig) -> None:
         """Settings as `config` says from now on; what was spent of a budget stays spent."""
         now = self._clock()
         self._share_cache = config.share_cache
+        self._is_operator = config.operator
         self._max_live = config.max_live_requests
+        self._max_priority = config.max_priority
         self._requests = _limited(self._requests, config.requests_per_minute, now)
         self._tokens = _limited(self._tokens, config.tokens_per_minute, now)
 
@@ -74,6 +84,14 @@ class Tenant:
         if self._share_cache:
             return own
         return f"{RESERVED_SALT_PREFIX}{len(self.name)}:{self.name}:{own}"
+
+    def check_priority(self, priority: int) -> None:
+        """Raise InvalidArgument where a request asks for more than the key may."""
+        if self._max_priority is not None and priority > self._max_priority:
+            raise InvalidArgument(
+                f"scheduling.priority is {priority}; this key may ask for at most {self._max_priority}",
+                field="scheduling.priority",
+            )
 
     def take_request(self) -> None:
         """Count one call that makes work.
@@ -92,12 +110,15 @@ class Tenant:
         Raises:
             ResourceExhausted: a budget has no room; names it, its limit, and when it has.
         """
+        if not live:
+            self._live_drain.begin(self._clock())
         if self._max_live is not None and live >= self._max_live:
+            wait_s = self._live_drain.refuse(1, self._clock())
             raise self._refusal(
                 "max_live_requests",
                 self._max_live,
-                f"and {live} are live; there is room as soon as one of them ends",
-                retry_after_s=LIVE_RETRY_AFTER_S,
+                f"and {live} are live; there is room when one of them ends, at their pace in {wait_s:.3g} s",
+                retry_after_s=wait_s,
             )
         self.check_tokens()
         self.take_request()
@@ -111,6 +132,10 @@ class Tenant:
         """Take tokens out of the budget, whether or not there is room; a negative number gives them back."""
         if self._tokens is not None:
             self._tokens.spend(tokens, self._clock())
+
+    def count_ended(self) -> None:
+        """One of its live requests has ended."""
+        self._live_drain.left(1, self._clock())
 
     def count_accepted(self, prompt_tokens: int) -> None:
         """The mesh has taken a request, whose prompt was spent as it was admitted."""

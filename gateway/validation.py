@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from chipmesh.inference.v1alpha1 import inference_pb2 as pb
 from gateway.generation_spec import GenerationSpec, Sampling, Scheduling, StopConditions
 from gateway.models import ServedModel
-from meshkit.errors import InvalidArgument
+from meshkit.constraints.form import GRAMMAR, Constraint
+from meshkit.errors import FailedPrecondition, InvalidArgument
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 100.0
+MAX_CONSTRAINT_BYTES = 256 * 1024
 MAX_PRIORITY = 1000
 MAX_KEY_CHARS = 256
 RESERVED_SALT_PREFIX = "chipmesh-key:"
@@ -100,7 +104,9 @@ def read_options(
     """
     max_tokens = _read_max_tokens(request.stop)
     options = Options(
-        sampling=_read_sampling(request.sampling, model, draw_seed),
+        sampling=replace(
+            _read_sampling(request.sampling, model, draw_seed), constraint=_read_constraint(request.sampling)
+        ),
         stop=_read_stop(request.stop, model),
         max_tokens=max_tokens,
         logprobs=request.logprobs,
@@ -108,7 +114,38 @@ def read_options(
         seed_is_drawn=not request.sampling.HasField("seed"),
     )
     _check_given(request.output_token_ids, options, model)
+    check_constraint(options.sampling.constraint, options.stop, model)
     return options
+
+
+def check_constraint(constraint: Constraint | None, stop: StopConditions, model: ServedModel) -> None:
+    """What can be said about a constraint without compiling it.
+
+    Raises:
+        InvalidArgument: it is empty or too large, or the output of a given form could not end.
+        FailedPrecondition: the model has no text.
+    """
+    if constraint is None:
+        return
+    if model.text is None:
+        raise FailedPrecondition(
+            f"sampling.constraint: model {model.name!r} has no tokenizer.json, so what its tokens say is not "
+            "known; leave the constraint out",
+            field="sampling.constraint",
+            reason="MODEL_HAS_NO_TOKENIZER",
+        )
+    field = f"sampling.constraint.{constraint.kind}"
+    if not constraint.text:
+        raise _refusal(field, "is empty", "leave sampling.constraint out for an output of any form")
+    size_bytes = len(constraint.text.encode(errors="surrogatepass"))
+    if size_bytes > MAX_CONSTRAINT_BYTES:
+        raise _refusal(field, f"has {size_bytes} bytes", f"at most {MAX_CONSTRAINT_BYTES} are allowed")
+    if stop.ignore_eos:
+        raise _refusal(
+            "stop.ignore_eos",
+            "is true, and sampling.constraint is set",
+            "an output of a given form ends by an end token; leave one of the two out",
+        )
 
 
 def check_prompt_form(prompt: pb.Prompt, *, max_bytes: int) -> None:
@@ -234,7 +271,7 @@ def _read_scheduling(given: pb.SchedulingOptions, max_resume_window_s: float) ->
 
 
 def _read_sampling(given: pb.SamplingOptions, model: ServedModel, draw_seed: Callable[[], int]) -> Sampling:
-    values = {name: _read_float(given, name) for name in _RANGES}
+    values: dict[str, Any] = {name: _read_float(given, name) for name in _RANGES}
     if given.top_k < -1:
         raise _refusal("sampling.top_k", f"is {given.top_k}", "from 1 up, or 0 or -1 for all, are allowed")
     return Sampling(
@@ -243,6 +280,33 @@ def _read_sampling(given: pb.SamplingOptions, model: ServedModel, draw_seed: Cal
         logit_bias=_read_logit_bias(given, model),
         **values,
     )
+
+
+def _read_constraint(given: pb.SamplingOptions) -> Constraint | None:
+    if not given.HasField("constraint"):
+        return None
+    message = given.constraint
+    kind = message.WhichOneof("form")
+    if kind is None:
+        raise _refusal("sampling.constraint", "is empty", "set one of json_schema, regex, grammar and choice")
+    if kind == "choice":
+        return choice_constraint(message.choice.texts, field="sampling.constraint.choice.texts")
+    return Constraint(kind, getattr(message, kind))
+
+
+def choice_constraint(texts: Sequence[str], *, field: str) -> Constraint:
+    """The form of an output that is one of `texts`.
+
+    Raises:
+        InvalidArgument: there are none, or one of them is empty.
+    """
+    if not texts:
+        raise _refusal(field, "is empty", "at least one text is needed")
+    for index, text in enumerate(texts):
+        if not text:
+            raise _refusal(f"{field}[{index}]", "is empty", "each text needs at least one character")
+    alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))
+    return Constraint(GRAMMAR, f"start: {alternatives}\n")
 
 
 def _read_float(given: pb.SamplingOptions, name: str) -> float:

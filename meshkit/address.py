@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 from meshkit.errors import InvalidArgument, MeshError
@@ -52,4 +53,12 @@ def is_local(text: str) -> bool:
         return False  # The field's own check reports it.
     if isinstance(address, UnixAddress):
         return True
-    return address.host in ("localhost", "::1") or address.host.startswith("127.")
+    return is_loopback(address.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address means this host, whatever a resolver says."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

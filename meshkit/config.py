@@ -23,13 +23,16 @@ class FrozenConfig(BaseModel):
 
 
 class TracingConfig(FrozenConfig):
-    """Where spans go. `sampling_ratio`: share of new traces kept, 0 to 1; a caller's choice is followed."""
+    """Where spans go."""
 
     exporter: Literal["none", "otlp"] = "none"
-    endpoint: str | None = Field(
-        default=None, description="OTLP over gRPC, for instance http://127.0.0.1:4317"
-    )
+    """otlp: to `endpoint`."""
+    endpoint: str | None = None
+    """OTLP over gRPC, for instance http://127.0.0.1:4317; needed with otlp."""
     sampling_ratio: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of new traces that is kept. A caller's choice is followed."""
+    max_traces_per_s: float | None = Field(default=None, gt=0.0)
+    """Of those, the most that begin in a second; a gateway counts those of its callers, too. Not set: all."""
 
     @model_validator(mode="after")
     def _otlp_has_an_endpoint(self) -> TracingConfig:
@@ -39,39 +42,41 @@ class TracingConfig(FrozenConfig):
 
 
 class TlsConfig(FrozenConfig):
-    """Who a service is to the others: PEM files, read again for each new connection.
-
-    certificate: names its role, see meshkit.rpc.policy. key: of that certificate, without a password.
-    authority: those that are trusted to say who somebody is; a bundle while one takes another's place.
-    scheduler: name that a scheduler's certificate must have, for gateways and workers; None: any scheduler of
-        that authority will do.
-    """
+    """Who a service is to the others: PEM files, read again for each new connection."""
 
     certificate: Path
+    """It names the service's role."""
     key: Path
+    """Of that certificate, without a password."""
     authority: Path
+    """Those that are trusted to say who somebody is; a bundle while one takes another's place."""
     scheduler: str | None = Field(default=None, min_length=1)
+    """Name that a scheduler's certificate must have, for gateways and workers. Not set: any name."""
 
 
 class ServiceConfig(FrozenConfig):
-    """What every service has; a service's own model extends it.
-
-    listen, http_listen: "HOST:PORT" (port 0 picks a free one) or "unix:PATH".
-    advertise: address that others are told, where it differs from the bound one.
-    ready_file: written when the service is ready, see `meshkit.service.write_ready`.
-    tls: towards the other services, in both directions; without it they must all be on one host, unless
-    insecure_network says that everything between them may be trusted.
-    """
+    """What every service has; a service's own model extends it."""
 
     listen: str = "127.0.0.1:0"
+    """gRPC: "HOST:PORT" (port 0: a free one) or "unix:PATH". A worker serves only health here."""
     advertise: str | None = None
+    """Address that others are told, where it differs from the bound one."""
     http_listen: str = "127.0.0.1:0"
+    """`/health`, `/live` and `/metrics`; as `listen`."""
     ready_file: Path | None = None
+    """Written as JSON when the service is ready, see `meshkit.service.write_ready`."""
     tracing: TracingConfig = TracingConfig()
+    """Where its spans go."""
     log_level: LogLevel = "info"
+    """Of the log, one JSON object a line on stderr."""
     reflection: bool = False
+    """gRPC's server reflection. A gateway's default: on where `listen` is of this host."""
     tls: TlsConfig | None = None
+    """Towards the other services, both ways. Without it they must all be on one host, unless
+    `insecure_network`.
+    """
     insecure_network: bool = False
+    """Plain text beyond this host; the gauge `chipmesh_insecure_network` and a warning tell of it."""
 
     @field_validator("listen", "http_listen")
     @classmethod

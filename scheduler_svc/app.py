@@ -28,6 +28,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.mesh import MeshCore
 from scheduler_svc.engine import Engine
 from scheduler_svc.executor_link import LinkSettings
+from scheduler_svc.fleet_metrics import FleetCollector
 from scheduler_svc.groups import GroupTable
 from scheduler_svc.guards import GroupGuards
 from scheduler_svc.mesh_view import MeshView
@@ -78,6 +79,7 @@ class SchedulerService:
         core = MeshCore(
             policy=config.schedule_policy,
             max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
             conservativeness=config.schedule_conservativeness,
         )
         groups = GroupTable(core, config)
@@ -100,6 +102,7 @@ class SchedulerService:
             ),
         )
         self.engine.observers += [self.guards, self.mirror]
+        metrics.registry.register(FleetCollector(core, self.pool, self.guards, self.mirror))
         self.engine.on_weights_set = self.guards.weights_set
         self.lag = LoopLag(metrics)
         self.traffic_file = self._make_traffic_file(config, scheduler_metrics)

@@ -16,14 +16,20 @@ DEFAULT_CHUNK_TOKENS = 2048
 
 
 class GuardConfig(FrozenConfig):
-    """Bounds beyond which a group loses its traffic by itself; see core.guard.Bounds. Times in seconds."""
+    """Bounds beyond which a group loses its traffic by itself; see core.guard.Bounds."""
 
     max_error_share: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Of requests that fail."""
     max_ttft_s: PositiveFloat | None = None
+    """Seconds to the first token, of which a tenth may be more."""
     max_token_gap_s: PositiveFloat | None = None
+    """Seconds between two tokens, of which a tenth may be more."""
     min_agreement: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Of a shadow's tokens with those served."""
     min_requests: PositiveInt = 20
+    """Fewer prove nothing."""
     window: PositiveInt = 200
+    """Newest requests that are looked at."""
 
     @model_validator(mode="after")
     def _window_holds_enough(self) -> GuardConfig:
@@ -39,32 +45,37 @@ class GuardConfig(FrozenConfig):
 
 
 class ParityConfig(FrozenConfig):
-    """A replica of another numeric class than those that serve answers `prompts` (token ids) greedily before
-    it takes traffic. max_logprob_gap: largest difference of a token's log-probability. output_tokens: of each
-    answer. timeout_s: for each answer, in seconds.
-    """
+    """What a replica of another numeric class than those that serve has to answer before it takes traffic."""
 
     prompts: tuple[tuple[NonNegativeInt, ...], ...] = Field(min_length=1)
+    """Token ids; answered greedily."""
     max_logprob_gap: float = Field(default=0.05, ge=0.0)
+    """Largest difference of a token's log-probability."""
     output_tokens: PositiveInt = 16
+    """Of each answer."""
     timeout_s: PositiveFloat = 60.0
+    """For each answer."""
 
 
 class GroupConfig(FrozenConfig):
-    """A set of replicas that serve one model with a weight.
-
-    chunked_prefill_size (tokens) and max_running_requests are ceilings: a replica that reports less gets
-    less. guard: bounds of a canary. parity: what a replica of another numeric class has to pass.
-    """
+    """A set of replicas that serve one model with a weight."""
 
     name: str = Field(min_length=1)
+    """Unique in the mesh."""
     model: str = Field(min_length=1)
+    """Name that requests use."""
     weight: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    """Its share of the model's requests is this over the sum of its groups'."""
     chunked_prefill_size: PositiveInt | None = None
+    """Ceiling, tokens: a replica that reports less gets less."""
     max_running_requests: PositiveInt | None = None
+    """Ceiling per replica."""
     schedule_policy: str | None = None
+    """Its own, in place of the scheduler's."""
     guard: GuardConfig | None = None
+    """Bounds of a canary."""
     parity: ParityConfig | None = None
+    """What a replica of another numeric class has to pass. Not set: nothing."""
 
     @field_validator("schedule_policy")
     @classmethod
@@ -75,56 +86,77 @@ class GroupConfig(FrozenConfig):
 
 
 class SchedulerConfig(ServiceConfig):
-    """Everything that the scheduler can be told. Times are in seconds.
-
-    strict_groups: a worker may join only a group named here; otherwise its group is made with weight 1.
-    step_deadline_floor_s, step_deadline_factor: a step may take max(floor, factor × predicted time).
-    step_window_s: decode steps that take so long together travel in one message, since a message costs what
-    several steps of a small model do; 0: each alone; None: what the chip of each replica prefers. A new
-    request waits for two such messages at most.
-    attach_timeout_s: bound of each of the two calls that attach to an executor.
-    reattach_backoff_s, reattach_backoff_max_s: pause between attempts to attach, doubled after each failure.
-    drain_timeout_s: how long running requests may go on in DrainWorker, where that says nothing itself.
-    drain_grace_s: how long this service serves on after SIGTERM, while there are requests; longer than
-    gateways do, so that a mesh which stops as a whole ends what it can.
-    schedule_conservativeness: factor on the share of future output that admission keeps free.
-    radix_attention_min_len: tokens; shorter prefixes are not kept. enable_priority_preemption: a waiting
-    request may push out a running one whose priority is lower by priority_preemption_threshold.
-    identity_check_delay_s: idle time of a replica after which its page identity is checked.
-    traffic_file: weights of groups by model, `{"MODEL": {"GROUP": WEIGHT}}`, looked at every
-    traffic_file_interval_s seconds; what it says goes over the configured weights.
-    forget_lost_after_s: how long a lost worker is still shown.
-    """
+    """Everything that the scheduler can be told."""
 
     groups: tuple[GroupConfig, ...] = ()
+    """Those that are known from the start."""
     strict_groups: bool = False
+    """Refuse workers of groups that are not listed; otherwise such a group is made with weight 1."""
     schedule_policy: str = "fcfs"
+    """fcfs, lpm, dfs-weight, lof, hrrn, shortest-prefill-first or random. Priorities go before any."""
     schedule_conservativeness: float = Field(default=1.0, ge=0.0)
+    """Factor on the room that admission keeps free for the output of running requests."""
     radix_eviction_policy: str = "lru"
+    """lru, lfu, slru or priority."""
     radix_attention_min_len: NonNegativeInt = 0
+    """Tokens; shorter prefixes are not kept."""
     enable_priority_preemption: bool = False
+    """A waiting request may push out a running one of lower priority."""
     priority_preemption_threshold: PositiveInt = 1
+    """Lower by so much."""
     chunked_prefill_size: PositiveInt | None = None
+    """Ceiling, prompt tokens of a step; 2048 where nobody says."""
     max_running_requests: PositiveInt | None = None
+    """Ceiling per replica."""
     enable_radix_cache: bool = True
+    """Keep prefixes."""
     enable_mixed_chunk: bool = True
+    """Prompt chunks and decodes in one step."""
     enable_overlap: bool = True
+    """Two messages of steps in flight."""
     max_queued_requests: PositiveInt = 1024
+    """Without a slot, in all queues together. At the bound, owners whose part is less than an even share
+    still get in, up to twice; others are refused, RESOURCE_EXHAUSTED with a retry hint.
+    """
+    max_queued_tokens: PositiveInt = 4 * 1024 * 1024
+    """The same of their prompts and outputs."""
     heartbeat_interval_s: PositiveFloat = 0.25
+    """Told to workers."""
     lease_duration_s: PositiveFloat = 1.0
+    """A worker that is silent for so long is lost; at least twice the interval."""
     step_deadline_floor_s: PositiveFloat = 30.0
+    """A step may take max(floor, factor × predicted time)."""
     step_deadline_factor: float = Field(default=10.0, ge=1.0)
+    """See `step_deadline_floor_s`."""
     step_window_s: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Decode steps that take so long together travel in one message, since a message costs what several steps
+    of a small model do; 0: each alone. Not set: what the chip prefers. A new request waits for two such
+    messages at most.
+    """
     attach_timeout_s: PositiveFloat = 5.0
+    """Of each of the two calls that attach to an executor."""
     reattach_backoff_s: PositiveFloat = 0.05
+    """Pause between attempts to attach, doubled after each failure."""
     reattach_backoff_max_s: PositiveFloat = 2.0
+    """The longest pause."""
     drain_timeout_s: float = Field(default=30.0, ge=0.0)
+    """How long running requests may go on in DrainWorker, where that says nothing itself."""
     drain_grace_s: float = Field(default=10.0, ge=0.0)
+    """How long it serves on after SIGTERM, while there are requests; longer than gateways do, so that a mesh
+    which stops as a whole ends what it can.
+    """
     identity_check_delay_s: float = Field(default=0.1, ge=0.0)
+    """Idle time of a replica after which its pages are added up."""
     forget_lost_after_s: PositiveFloat = 300.0
+    """How long a lost worker is still shown."""
     traffic_file: Path | None = None
+    """Weights of groups by model, `{"MODEL": {"GROUP": WEIGHT}}`, over the configured ones; followed as it
+    changes.
+    """
     traffic_file_interval_s: PositiveFloat = 0.5
+    """Between two looks at it."""
     max_message_bytes: PositiveInt = 64 * 1024 * 1024
+    """Largest message."""
 
     @field_validator("groups")
     @classmethod

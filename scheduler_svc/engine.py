@@ -18,7 +18,7 @@ from meshkit.errors import Cancelled, DeadlineExceeded, MeshError
 from meshkit.telemetry.logging import get_logger
 from scheduler_svc.change_feed import ChangeFeed
 from scheduler_svc.core.batcher import Batcher
-from scheduler_svc.core.errors import IdentityViolated, SchedulerError
+from scheduler_svc.core.errors import IdentityViolated, QueueFull, SchedulerError
 from scheduler_svc.core.mesh import MeshCore
 from scheduler_svc.core.structures import (
     Event,
@@ -36,6 +36,7 @@ from scheduler_svc.core.structures import (
 )
 from scheduler_svc.live_request import EventSink, LiveRequest, ReplicaInfo, RequestObserver
 from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.queue_drain import QueueDrain
 from scheduler_svc.request_errors import error_of_failure, refusal
 from scheduler_svc.request_trace import RequestTrace
 from scheduler_svc.step_codec import needs_history
@@ -73,6 +74,7 @@ class Engine:
         self._metrics = metrics
         self._identity_check_delay_s = identity_check_delay_s
         self._loop = asyncio.get_running_loop()
+        self._drain = QueueDrain(clock=self._loop.time)
         self._numbers = itertools.count(1)
         self._live: set[LiveRequest] = set()
         self._replicas: dict[ReplicaId, _Replica] = {}
@@ -107,7 +109,12 @@ class Engine:
         except MeshError as error:
             refused = error
         except SchedulerError as error:
-            refused = refusal(error, context_tokens=self._context_tokens(message.model))
+            refused = refusal(
+                error,
+                context_tokens=self._context_tokens(message.model),
+                retry_after_s=self._retry_after_s(error, message),
+            )
+        self._metrics.refused(refused.reason)
         trace.failed(refused.code.name, refused.reason)
         sink.failed(number, refused)
 
@@ -128,11 +135,19 @@ class Engine:
         placed = self.core.submit(request)
         self._live.add(live)
         self._empty.clear()
+        self._drain.entered(request.length)
         if message.HasField("deadline_ms"):
             live.expiry = self._loop.call_later(message.deadline_ms / 1000, self._expire, live)
         sink.queued(live)
         if placed is not None:
             self._replicas[placed].wake()
+
+    def _retry_after_s(self, error: SchedulerError, message: session_pb2.SubmitRequest) -> float:
+        """When a full queue has room for the request that it refused; 0 for any other error."""
+        if not isinstance(error, QueueFull):
+            return 0.0
+        tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
+        return self._drain.refuse(error.what, tokens)
 
     def submit_trial(
         self,
@@ -153,7 +168,8 @@ class Engine:
         number = next(self._numbers)
         request = Request(
             RequestId(number), model, prompt, max_output_tokens, stop_token_ids, priority=_TRIAL_PRIORITY,
-            salt=salt, needs_history=needs_history(sampling), group=group, is_pinned=True,
+            salt=salt, needs_history=needs_history(sampling),
+            is_constrained=sampling.HasField("constraint"), group=group, is_pinned=True,
             pinned_replica=replica,
         )  # fmt: skip
         trace = RequestTrace("", request_id=f"trial-{number}", model=model, prompt_tokens=len(prompt))
@@ -262,7 +278,7 @@ class Engine:
         for live in self._live:
             if live.replica == replica:
                 live.replica = None
-                live.trace.queued()
+                live.trace.moves(lost=blame, output_tokens=len(live.core.output))
         self._publish(self.core.remove_replica(replica, blame=blame))
         self._metrics.replica_removed(replica)
         self.changes.bump()
@@ -423,6 +439,7 @@ class Engine:
         info = self._replicas[event.replica].info
         live.replica = event.replica
         if live.placed_at is None:
+            self._left_queue(live)
             live.placed_at = self._loop.time()
             self._metrics.placed_first(live, info, now=live.placed_at, cached_tokens=event.cached_tokens)
             for observer in self.observers:
@@ -463,11 +480,17 @@ class Engine:
 
     def _forget(self, live: LiveRequest) -> None:
         self._live.discard(live)
+        if live.placed_at is None:
+            self._left_queue(live)
         if live.expiry is not None:
             live.expiry.cancel()
         if not self._live:
             self._empty.set()
         self.changes.bump()
+
+    def _left_queue(self, live: LiveRequest) -> None:
+        if live.core.priority != _TRIAL_PRIORITY:
+            self._drain.left(live.core.length)
 
 
 def _untold(weights: Mapping[str, float]) -> None:

@@ -290,7 +290,10 @@ class ExecutorLink:
             return
         self._note_ended(head, wall_s=wall_s, now=now)
         times = StepTimes(
-            wall_s=wall_s, device_s=_seconds(result.device_time), idle_s=_seconds(result.idle_time)
+            wall_s=wall_s,
+            device_s=_seconds(result.device_time),
+            idle_s=_seconds(result.idle_time),
+            constraint_s=_seconds(result.constraint_time) if result.HasField("constraint_time") else None,
         )
         self._source.apply_step(self.replica, decoded, times)
 

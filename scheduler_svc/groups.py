@@ -89,6 +89,7 @@ class GroupTable:
                 default=DEFAULT_CHUNK_TOKENS,
             ),
             context_tokens=attached.model.context_tokens,
+            takes_constraints=not attached.model.no_constraints_reason,
             enable_radix_cache=self._config.enable_radix_cache,
             enable_mixed_chunk=self._config.enable_mixed_chunk,
             min_cached_tokens=self._config.radix_attention_min_len,

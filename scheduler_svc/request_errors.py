@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
-from meshkit.errors import Internal, InvalidArgument, MeshError, NotFound, ResourceExhausted
-from scheduler_svc.core.errors import QueueFull, RequestTooLarge, SchedulerError, UnknownModel
+from collections.abc import Mapping
+
+from meshkit.errors import (
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    MeshError,
+    NotFound,
+    ResourceExhausted,
+)
+from scheduler_svc.core.errors import (
+    CannotConstrain,
+    QueueFull,
+    RequestTooLarge,
+    SchedulerError,
+    UnknownModel,
+)
 from scheduler_svc.core.structures import Failed
 
-RETRY_AFTER_S = 0.5
-"""When to come back to a full queue: steps take milliseconds, so room comes soon or not at all."""
+_KINDS: Mapping[str, type[MeshError]] = {
+    "REQUEST_TOO_LARGE": ResourceExhausted,
+    "CONSTRAINT_UNSUPPORTED": FailedPrecondition,
+    "CONSTRAINT_FAILED": InvalidArgument,
+}
+"""Of failures by their reasons; all others are ours."""
+_CONSTRAINT = "sampling.constraint"
 
-_NO_ROOM = frozenset({"REQUEST_TOO_LARGE"})
 
-
-def refusal(error: SchedulerError, *, context_tokens: int | None) -> MeshError:
+def refusal(error: SchedulerError, *, context_tokens: int | None, retry_after_s: float) -> MeshError:
     """The error of a submission that the core refused.
 
     context_tokens: longest context among the replicas of the model, None where there is none.
+    retry_after_s: when a queue that is full has room again.
     """
     if isinstance(error, UnknownModel):
         return NotFound(str(error), field="model", reason="UNKNOWN_MODEL", model=error.model)
     if isinstance(error, QueueFull):
-        return ResourceExhausted(str(error), reason="QUEUE_FULL", retry_after_s=RETRY_AFTER_S)
+        return ResourceExhausted(
+            f"{error}; try again in {retry_after_s:.3g} s",
+            reason="QUEUE_FULL",
+            retry_after_s=retry_after_s,
+            limit=error.limit,
+            bound=f"max_queued_{error.what}",
+        )
+    if isinstance(error, CannotConstrain):
+        return FailedPrecondition(str(error), field=_CONSTRAINT, reason="CONSTRAINT_UNSUPPORTED")
     if isinstance(error, RequestTooLarge):
         return _too_large(error, context_tokens)
     return Internal(f"the scheduler could not take the request: {type(error).__name__}")
@@ -44,5 +71,6 @@ def _too_large(error: RequestTooLarge, context_tokens: int | None) -> MeshError:
 
 def error_of_failure(event: Failed, *, request_id: str) -> MeshError:
     """The error of a request that failed after it was taken, and was called so by its client."""
-    kind = ResourceExhausted if event.reason in _NO_ROOM else Internal
-    return kind(f"request {request_id!r}: {event.message}", reason=event.reason)
+    kind = _KINDS.get(event.reason, Internal)
+    field = _CONSTRAINT if event.reason.startswith("CONSTRAINT_") else None
+    return kind(f"request {request_id!r}: {event.message}", reason=event.reason, field=field)

@@ -1,4 +1,6 @@
-"""The spans of one request: `chipmesh.scheduler.request` and, below it, `queue`; ended on every path."""
+"""The spans of one request: `chipmesh.scheduler.request`, and in turn below it `queue` and `placement`, once
+for each replica that it runs on; ended on every path.
+"""
 
 from __future__ import annotations
 
@@ -8,59 +10,99 @@ from opentelemetry.trace import Span, Status, StatusCode
 
 from meshkit.telemetry.tracing import context_from_traceparent, inject_traceparent, tracer
 
+LOST = "LOST"
+_CANCELLED = "cancelled"
+
 
 class RequestTrace:
-    """Begins in the queue. `request_id` is the client's. `traceparent` is the request span's, for the
-    executor; empty where not sampled.
+    """Begins in the queue. `request_id` is the client's; `parent` is what the gateway sent, "" for a request
+    that is not traced: then nothing is made and nothing costs anything.
+
+    `traceparent` is for the executor, "" where not traced: the present placement's. That span is ours and
+    ends here, whatever becomes of the executor, so what an executor has exported never lacks its parent.
     """
 
-    __slots__ = ("_context", "_queue", "_span", "request_id", "traceparent")
+    __slots__ = ("_context", "_part", "_placements", "_span", "request_id", "traceparent")
 
     def __init__(self, parent: str, *, request_id: str, model: str, prompt_tokens: int) -> None:
         self.request_id = request_id
+        self.traceparent = ""
+        self._span: Span | None = None
+        self._part: Span | None = None
+        self._context = context_from_traceparent(parent)
+        self._placements = 0
+        if not trace.get_current_span(self._context).get_span_context().trace_flags.sampled:
+            return
         self._span = tracer().start_span(
             "chipmesh.scheduler.request",
-            context=context_from_traceparent(parent),
+            context=self._context,
             attributes={
                 "chipmesh.request_id": request_id,
-                "chipmesh.model": model,
-                "chipmesh.prompt_tokens": prompt_tokens,
+                "gen_ai.request.model": model,
+                "gen_ai.usage.input_tokens": prompt_tokens,
             },
         )
         self._context = trace.set_span_in_context(self._span, Context())
-        self.traceparent = inject_traceparent(self._context)
-        self._queue: Span | None = None
-        self.queued()
-
-    def queued(self) -> None:
-        """The request waits for a slot, at first or again. Does nothing if it waits already."""
-        if self._queue is None:
-            self._queue = tracer().start_span("queue", context=self._context)
+        self._begin("queue")
 
     def placed(self, *, group: str, worker: str, chip: str, cached_tokens: int) -> None:
-        """The request entered a slot."""
-        attributes = {"chipmesh.group": group, "chipmesh.worker": worker, "chipmesh.chip": chip}
-        self._end_queue()
-        self._span.set_attributes({**attributes, "chipmesh.cached_tokens": cached_tokens})
+        """The request entered a slot: the first, another, or its own again."""
+        if self._span is None:
+            return
+        self._end_part()
+        self._placements += 1
+        part = self._begin("placement")
+        part.set_attributes(
+            {
+                "chipmesh.group": group,
+                "chipmesh.worker": worker,
+                "chipmesh.chip": chip,
+                "chipmesh.placement": self._placements,
+                "gen_ai.usage.cache_read.input_tokens": cached_tokens,
+            }
+        )
+        self.traceparent = inject_traceparent(trace.set_span_in_context(part, Context()))
+
+    def moves(self, *, lost: bool, output_tokens: int) -> None:
+        """Its replica is gone, and it waits again. lost: unlooked-for. output_tokens: that it has so far."""
+        if self._span is None:
+            return
+        if self._part is not None and lost:
+            self._part.set_status(Status(StatusCode.ERROR, LOST))
+        self._end_part()
+        self._span.add_event("moved", {"chipmesh.lost": lost, "gen_ai.usage.output_tokens": output_tokens})
+        self._begin("queue")
 
     def finished(self, reason: str, *, completion_tokens: int) -> None:
-        """The request ended well. Last call."""
+        """The request ended well, or was cancelled. Last call."""
+        if self._span is None:
+            return
         self._span.set_attributes(
-            {"chipmesh.finish_reason": reason, "chipmesh.completion_tokens": completion_tokens}
+            {"gen_ai.response.finish_reasons": [reason], "gen_ai.usage.output_tokens": completion_tokens}
         )
-        self._end()
+        self._end("CANCELLED" if reason == _CANCELLED else "")
 
     def failed(self, code: str, reason: str) -> None:
         """The request ended badly. Last call."""
-        self._span.set_attribute("chipmesh.error_reason", reason)
-        self._span.set_status(Status(StatusCode.ERROR, f"{code}: {reason}"))
-        self._end()
+        if self._span is None:
+            return
+        self._span.set_attributes({"error.type": code, "chipmesh.error_reason": reason})
+        self._end(f"{code}: {reason}")
 
-    def _end_queue(self) -> None:
-        if self._queue is not None:
-            self._queue.end()
-            self._queue = None
+    def _begin(self, name: str) -> Span:
+        part = self._part = tracer().start_span(name, context=self._context)
+        return part
 
-    def _end(self) -> None:
-        self._end_queue()
-        self._span.end()
+    def _end_part(self) -> None:
+        if self._part is not None:
+            self._part.end()
+            self._part = None
+
+    def _end(self, error: str) -> None:
+        if error:
+            for span in (self._part, self._span):
+                if span is not None:
+                    span.set_status(Status(StatusCode.ERROR, error))
+        self._end_part()
+        if self._span is not None:
+            self._span.end()

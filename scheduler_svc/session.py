@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 
 from chipmesh.scheduler.v1alpha1 import session_pb2
-from meshkit.errors import MeshError
+from meshkit.errors import MeshError, ResourceExhausted
 from scheduler_svc.core.structures import FinishReason
 from scheduler_svc.live_request import LiveRequest, ReplicaInfo
 
@@ -118,3 +119,5 @@ class Session:
         failed.reason = error.reason
         failed.message = error.message
         failed.field = error.field or ""
+        if isinstance(error, ResourceExhausted) and error.retry_after_s is not None:
+            failed.retry_after_ms = math.ceil(error.retry_after_s * 1000)

@@ -56,8 +56,9 @@ def _encode_admission(admission: Admission, target: execution_pb2.AdmittedReques
 
 
 def _encode_history(request: Request, output_count: int, target: execution_pb2.AdmittedRequest) -> None:
-    target.penalty_prompt_token_ids.extend(request.prompt)
-    target.penalty_output_token_ids.extend(request.output[:output_count])
+    if penalises(request.payload.sampling):
+        target.penalty_prompt_token_ids.extend(request.prompt)
+    target.output_token_ids.extend(request.output[:output_count])
 
 
 def decode_result(result: execution_pb2.StepResult) -> StepResult:
@@ -86,7 +87,12 @@ def decode_result(result: execution_pb2.StepResult) -> StepResult:
 
 
 def needs_history(sampling: sampling_pb2.SamplingParameters) -> bool:
-    """Whether a penalty reads the tokens of prompt and output, not only their number."""
+    """Whether the executor wants the output's tokens themselves, not only their number."""
+    return penalises(sampling) or sampling.HasField("constraint")
+
+
+def penalises(sampling: sampling_pb2.SamplingParameters) -> bool:
+    """Whether a penalty reads the tokens of prompt and output."""
     return (
         sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0

@@ -20,6 +20,8 @@ class StepTimes:
     device_s: float
     idle_s: float
     """How long the device had waited for it."""
+    constraint_s: float | None = None
+    """Of device_s, for what slots may take; None where none has a constraint."""
 
 
 @dataclass(frozen=True, slots=True)

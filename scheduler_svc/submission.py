@@ -37,7 +37,9 @@ def read_submission(request_id: RequestId, message: session_pb2.SubmitRequest) -
         priority=message.priority,
         salt=message.cache_salt,
         session=message.session_key,
+        owner=message.owner,
         needs_history=needs_history(message.sampling),
+        is_constrained=message.sampling.HasField("constraint"),
     )
 
 

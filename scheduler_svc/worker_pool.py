@@ -10,14 +10,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
+
 from chipmesh.device.v1alpha1 import execution_pb2
 from chipmesh.scheduler.v1alpha1 import registry_pb2
-from meshkit.errors import AlreadyExists, MeshError, NotFound
+from meshkit.errors import AlreadyExists, FailedPrecondition, MeshError, NotFound
 from meshkit.telemetry.logging import get_logger
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.structures import ReplicaId
 from scheduler_svc.engine import Engine
 from scheduler_svc.executor_link import ExecutorLink, LinkSettings
+from scheduler_svc.executor_profile import profile_executor
 from scheduler_svc.groups import GroupTable
 from scheduler_svc.live_request import ReplicaInfo
 from scheduler_svc.parity import ParityGate, other_class
@@ -302,6 +305,22 @@ class WorkerPool:
         if self._members.get(member.worker) is member:
             del self._members[member.worker]
             self._engine.changes.bump()
+
+    async def profile(self, member: Member, duration: Duration) -> bytes:
+        """A trace of a worker's executor, recorded while it serves.
+
+        Raises:
+            FailedPrecondition: it has no executor that is attached. Else as ExecutionService.Profile.
+        """
+        if member.link is None or not member.link.attached:
+            raise FailedPrecondition(
+                f"worker {member.worker!r} is {member.state.name.lower()}; there is no executor to profile",
+                field="worker",
+                reason="NOT_ATTACHED",
+            )
+        return await profile_executor(
+            member.registration.executor_address, worker=member.worker, duration=duration, links=self._links
+        )
 
     # ------------------------------------------------------------ links
 

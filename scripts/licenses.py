@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "docs/licenses.md"
 
 ALLOWED = frozenset({
-    "0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "ISC", "LLVM-exception",
-    "MIT", "MIT-0", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Unlicense", "Zlib",
+    "0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC",
+    "LLVM-exception", "MIT", "MIT-0", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Unlicense", "Zlib",
 })  # fmt: skip
 """SPDX ids. Of these only MPL-2.0 asks something back: changes of its own files, of which we make none."""
 
@@ -34,12 +34,17 @@ CLASSIFIERS = {
 WORDS = {
     "3-Clause BSD License": "BSD-3-Clause",
     "Apache 2.0": "Apache-2.0",
+    "Apache 2.0 License": "Apache-2.0",
     "Apache License 2.0": "Apache-2.0",
     "Apache License, Version 2.0": "Apache-2.0",
 }
 """What older packages write into their field `License`, as SPDX ids."""
 
-READ = {"forbiddenfruit": "GPL-3.0-or-later OR MIT", "kubernetes-validate": "Apache-2.0"}
+READ = {
+    "forbiddenfruit": "GPL-3.0-or-later OR MIT",
+    "kubernetes-validate": "Apache-2.0",
+    "promql-parser": "MIT",
+}
 """Read in the packages' own files, where the metadata do not say which licence, or whether one may choose."""
 
 

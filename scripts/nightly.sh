@@ -4,6 +4,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 .venv/bin/chipmesh pull smollm2-135m
+bash scripts/smg.sh
+echo "nightly: the page in a real browser"
+bash scripts/test_page.sh
 export HYPOTHESIS_PROFILE=nightly
 MACHINE=tests/unit/scheduler_core/test_batcher_machine.py
 # No per-test timeout: a property test of the nightly profile runs for as long as its examples need.
@@ -14,4 +17,4 @@ echo "nightly: the fault scoreboard in full counts (six hours or more)"
 echo "nightly: an hour of load, and what each service's memory grows by"
 .venv/bin/python -m benchmarks.memory --json --seconds 3600 --even-if-busy
 echo "nightly: all tests with many more examples per property"
-.venv/bin/python -m pytest --timeout=0 -m "nightly or not nightly" --ignore="$MACHINE" "$@"
+.venv/bin/python -m pytest --timeout=0 -m "nightly or not nightly" --ignore="$MACHINE" --ignore=tests/browser "$@"

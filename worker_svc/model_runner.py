@@ -22,6 +22,7 @@ from plugins.sdk.planning import (
     plan_operators,
 )
 from plugins.sdk.runner import (
+    AllowedTokens,
     FloatArray,
     IntArray,
     LoadedModel,
@@ -35,12 +36,14 @@ from plugins.sdk.runner import (
 from plugins.sdk.slot_sampling import Sampled, Samplers, SlotSampling
 from plugins.sdk.step_program import StepProgram
 from plugins.sdk.tensors import dtype_size
+from plugins.sdk.timing import StopTiming, join
 from worker_svc.first_forward import BuildObserved, describe_failure, is_finite, probe_tokens
 from worker_svc.layers.step_tensors import build_step, sampling_rows
 from worker_svc.model_building import PlannedModel, allocate_pages, plan_model, require_operators
 from worker_svc.models.architecture import KvShape, Model
 from worker_svc.observed_operators import ObservedOperators
 from worker_svc.program_runs import kv_shape_of, probe_is_finite, run_batch
+from worker_svc.timed_operators import TimedOperators
 
 log = get_logger(__name__)
 
@@ -53,6 +56,7 @@ class _Loaded:
     model: Model | StepProgram
     samplers: Samplers
     description: LoadedModel
+    timed: TimedOperators
 
     @property
     def device(self) -> torch.device:
@@ -83,6 +87,8 @@ class _Cache:
 class OperatorModelRunner(ModelRunner):
     """Runs a model by the operators of a backend, chosen once at load by its capability report."""
 
+    takes_constraints = True
+
     def __init__(self, backend: Backend) -> None:
         require_operators(backend)
         self._backend = backend
@@ -100,9 +106,11 @@ class OperatorModelRunner(ModelRunner):
         choice = planned.plan.step_program
         log.info("step program", pattern=choice.value, reason=choice.reason)
         _log_fallbacks(table)
-        model = planned.create_program(progress) or planned.build(table, progress)
+        timed = TimedOperators(table, wait=self._backend.synchronize, backend=planned.plan.chip)
+        model = planned.create_program(progress) or planned.build(timed, progress)
         description = _describe(planned, model)
-        loaded = _Loaded(planned, model, Samplers.bind(table, planned.folder.vocab_size), description)
+        samplers = Samplers.bind(timed, planned.folder.vocab_size)
+        loaded = _Loaded(planned, model, samplers, description, timed)
         progress("first forward", 0.0)
         self._check_first_forward(
             loaded, lambda observe: planned.build(ObservedOperators(table, observe), progress)
@@ -157,6 +165,18 @@ class OperatorModelRunner(ModelRunner):
                 reason="OUT_OF_DEVICE_MEMORY",
             ) from error
 
+    def start_timing(self, *, most_runs: int) -> StopTiming | None:
+        """Of a step program as far as it can tell, and of operators by themselves."""
+        loaded = self._require_model()
+        stops = [loaded.timed.start(most_runs=most_runs)]
+        if isinstance(loaded.model, StepProgram):
+            stop = loaded.model.start_timing(most_runs=most_runs)
+            if stop is None:
+                stops[0]()
+                return None
+            stops.append(stop)
+        return lambda: join(stop() for stop in stops)
+
     def reset(self) -> None:
         """Forget all slots."""
         if self._cache is not None:
@@ -174,9 +194,9 @@ class OperatorModelRunner(ModelRunner):
     ) -> StepOutput:
         """A program needs none of the chip's settings around it; the operators that sample beside it do."""
 
-        def sample(logits: FloatArray, slots: IntArray) -> Sampled:
+        def sample(logits: FloatArray, slots: IntArray, allowed: AllowedTokens | None) -> Sampled:
             return self._backend.execute_runnable(
-                lambda: cache.sampling.sample(torch.from_numpy(logits), slots, loaded.samplers)
+                lambda: cache.sampling.sample(torch.from_numpy(logits), slots, loaded.samplers, allowed)
             )
 
         return run_batch(batch, program, cache.sampling, sample, page_size=cache.page_size)
@@ -243,7 +263,7 @@ def _run_step(batch: StepBatch, model: Model, loaded: _Loaded, cache: _Cache) ->
         return StepOutput(slots=np.empty(0, dtype=np.int32), token_ids=np.empty(0, dtype=np.int32))
     if len(rows) < hidden.shape[0]:
         hidden = hidden[torch.from_numpy(rows).to(loaded.device)]
-    sampled = cache.sampling.sample(model.logits(hidden), slots, loaded.samplers)
+    sampled = cache.sampling.sample(model.logits(hidden), slots, loaded.samplers, batch.allowed)
     return StepOutput(sampled.slots, sampled.token_ids, sampled.logprobs, sampled.failures)
 
 
@@ -266,6 +286,7 @@ def _describe(planned: PlannedModel, model: Model | StepProgram) -> LoadedModel:
         kv_cache_dtype=kv_dtype,
         kv_layout=plan.kv_layout.value,
         eos_token_ids=folder.eos_token_ids,
+        tokenizer_file=str(folder.tokenizer_file),
         operators=plan.served_by(),
     )
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from chipmesh.device.v1alpha1.execution_pb2 import AdmittedRequest
 from chipmesh.device.v1alpha1.sampling_pb2 import SamplingParameters
+from meshkit.constraints.form import read_constraint
 from meshkit.errors import InvalidArgument
 from plugins.sdk.runner import IntArray, SamplingSettings, SlotAdmission
 
@@ -37,18 +38,25 @@ def read_admission(request: AdmittedRequest, *, vocab_size: int, field: str) -> 
         )
     sampling = read_sampling(request.sampling, vocab_size=vocab_size, field=f"{field}.sampling")
     history = sampling.needs_history
+    output = history or sampling.constraint is not None
+    if sampling.constraint is not None and len(request.output_token_ids) != request.output_count:
+        raise InvalidArgument(
+            f"{field}.output_token_ids has {len(request.output_token_ids)} ids; its constraint needs all "
+            f"{request.output_count} of output_count",
+            field=f"{field}.output_token_ids",
+        )
     return SlotAdmission(
         slot=request.slot,
         sampling=sampling,
         output_count=request.output_count,
         cached_tokens=request.cached_tokens,
         prompt_token_ids=_history(request.penalty_prompt_token_ids, vocab_size, field) if history else (),
-        output_token_ids=_history(request.penalty_output_token_ids, vocab_size, field) if history else (),
+        output_token_ids=_history(request.output_token_ids, vocab_size, field) if output else (),
     )
 
 
 def _history(token_ids: Sequence[int], vocab_size: int, field: str) -> Sequence[int]:
-    checked: list[int] = read_ids(token_ids, limit=vocab_size, field=f"{field}.penalty_token_ids").tolist()
+    checked: list[int] = read_ids(token_ids, limit=vocab_size, field=f"{field}.token_ids").tolist()
     return checked
 
 
@@ -72,6 +80,7 @@ def read_sampling(parameters: SamplingParameters, *, vocab_size: int, field: str
         logprobs=parameters.logprobs,
         suppressed_token_ids=tuple(parameters.suppressed_token_ids),
         min_tokens=parameters.min_tokens,
+        constraint=read_constraint(parameters.constraint),
     )
     _check_ranges(settings, vocab_size=vocab_size, field=field)
     return settings

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plugins.sdk.runner import FloatArray, IntArray, StepBatch, StepOutput
+from plugins.sdk.runner import AllowedTokens, FloatArray, IntArray, StepBatch, StepOutput
 from plugins.sdk.slot_sampling import Sampled, SlotSampling
 from plugins.sdk.step_program import (
     LLAMA,
@@ -24,15 +24,17 @@ from worker_svc.layers.step_tensors import Int64Array, sampling_rows
 from worker_svc.models.architecture import KvShape
 from worker_svc.weights import WeightReader, WeightSource
 
-_PATTERNS = {"LlamaForCausalLM": LLAMA}
-"""Architectures of worker_svc.models whose layers are of a pattern that step programs know."""
+_PATTERNS = {"LlamaForCausalLM": LLAMA, "MistralForCausalLM": LLAMA, "Qwen2ForCausalLM": LLAMA}
+"""Architectures of worker_svc.models whose layers are of a pattern that step programs know, where attention
+reaches back all the way.
+"""
 _HOST = torch.device("cpu")
 
 
 def describe_shape(architecture: str, config: Mapping[str, Any], *, vocab_size: int) -> DecoderShape | None:
     """The model's sizes, where it is of a known pattern."""
     pattern = _PATTERNS.get(architecture)
-    if pattern is None:
+    if pattern is None or any(config.get("layer_windows", ())):
         return None
     return DecoderShape(
         pattern=pattern,
@@ -129,11 +131,13 @@ def run_batch(
     batch: StepBatch,
     program: StepProgram,
     sampling: SlotSampling,
-    sample: Callable[[FloatArray, IntArray], Sampled],
+    sample: Callable[[FloatArray, IntArray, AllowedTokens | None], Sampled],
     *,
     page_size: int,
 ) -> StepOutput:
-    """One forward pass and its tokens: by the program where it can, else by `sample` (logits, slots)."""
+    """One forward pass and its tokens: by the program where it can, else by `sample` (logits, slots,
+    what they may take).
+    """
     rows, slots = sampling_rows(batch)
     inputs = _gather_inputs(batch, sampling, rows, slots, page_size)
     outputs = program.run(inputs)
@@ -142,7 +146,7 @@ def run_batch(
     if outputs.token_ids is not None:
         sampled = sampling.take(slots, outputs.token_ids)
     else:
-        sampled = sample(outputs.logits, slots)
+        sampled = sample(outputs.logits, slots, batch.allowed)
     return StepOutput(sampled.slots, sampled.token_ids, sampled.logprobs, sampled.failures)
 
 
@@ -173,6 +177,7 @@ def _gather_inputs(
         sampled_rows=sampled_rows.astype(np.int32),
         sampled_slots=slots,
         draws=sampling.draws(slots) if len(slots) else None,
+        allowed=batch.allowed if len(slots) else None,
     )
 
 

@@ -34,6 +34,8 @@ from plugins.sdk.runner import (
     RowFailure,
     StepOutput,
 )
+from worker_svc.constraints import StepConstraints
+from worker_svc.profile.recorder import MOST_RUNS, Recording, StepRecorder
 from worker_svc.request_spans import RequestSpans
 from worker_svc.slots import AppliedPlan, SlotTable
 
@@ -56,13 +58,21 @@ class EngineState(enum.Enum):
 class _Loaded:
     request: LoadModelRequest
     model: LoadedModel
+    constraints: StepConstraints
+
+    def to_proto(self) -> LoadedModelMessage:
+        """The message, with what the shell adds to the runner's description."""
+        message = model_message(self.model)
+        message.no_constraints_reason = self.constraints.reason
+        return message
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What a step made, in lists of its own: the runner may reuse its arrays for the next step.
 
-    Times in seconds; idle_s: from the end of the step before, None for the first.
+    Times in seconds; idle_s: from the end of the step before, None for the first. constraint_s: of device_s,
+    None where no slot has a constraint.
     """
 
     epoch: int
@@ -73,6 +83,7 @@ class StepOutcome:
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     failures: Sequence[RowFailure] = ()
+    constraint_s: float | None = None
 
     def to_proto(self) -> StepResult:
         """The message; made off the device thread, which has the next step to run."""
@@ -88,6 +99,7 @@ class StepOutcome:
             ],
             device_time=_duration(self.device_s),
             idle_time=None if self.idle_s is None else _duration(self.idle_s),
+            constraint_time=None if self.constraint_s is None else _duration(self.constraint_s),
         )
 
 
@@ -117,6 +129,7 @@ class StepEngine:
         self._last_step_end: float | None = None
         self._state = EngineState.EMPTY
         self._failure = ""
+        self._recorder: StepRecorder | None = None
 
     def __repr__(self) -> str:
         return f"<StepEngine {self._state.name} epoch={self._epoch}>"
@@ -156,18 +169,19 @@ class StepEngine:
                     f"model {self._loaded.request.model_path!r} is loaded; call UnloadModel first",
                     reason="MODEL_LOADED",
                 )
-            return model_message(self._loaded.model)
+            return self._loaded.to_proto()
         self._state = EngineState.LOADING
         try:
             with self._device_failures("loading the model"):
                 model = self._runner.load(_load_options(request), progress)
+                constraints = StepConstraints.of(model, runner_takes_them=self._runner.takes_constraints)
         except MeshError:
             if not self._failure:
                 self._state = EngineState.EMPTY
             raise
-        self._loaded = _Loaded(request, model)
+        self._loaded = _Loaded(request, model, constraints)
         self._state = EngineState.LOADED
-        return model_message(model)
+        return self._loaded.to_proto()
 
     def allocate(self, request: AllocateKvCacheRequest) -> int:
         """Allocate the pages; returns bytes. The same request again returns the same.
@@ -212,9 +226,10 @@ class StepEngine:
             raise FailedPrecondition(
                 "no KV cache is allocated; call AllocateKvCache first", reason="NO_KV_CACHE"
             )
-        self._spans.end_all()
+        self._spans.end_all("ATTACHED_ANEW")
         with self._device_failures("dropping all slots"):
             self._runner.reset()
+        loaded.constraints.reset()
         self._epoch += 1
         self._table.reset(epoch=self._epoch)
         self._last_step_end = None
@@ -224,7 +239,7 @@ class StepEngine:
             page_count=sizes.page_count,
             page_size_tokens=sizes.page_size_tokens,
             max_slots=sizes.max_slots,
-            model=model_message(loaded.model),
+            model=loaded.to_proto(),
         )
 
     def execute(self, plan: StepPlan) -> StepOutcome:
@@ -235,8 +250,8 @@ class StepEngine:
             failed. A MeshError of the runner: the step is lost, and the scheduler must attach again.
         """
         self._check_well()
-        table = self._table
-        if table is None:
+        table, loaded = self._table, self._loaded
+        if table is None or loaded is None:
             raise FailedPrecondition(
                 "no KV cache is allocated; call AllocateKvCache first", reason="NO_KV_CACHE"
             )
@@ -244,51 +259,87 @@ class StepEngine:
         applied = table.apply(plan)
         try:
             with self._device_failures(f"step {plan.step_seq}"):
-                output = self._run(applied, plan)
+                output = self._run(applied, plan, loaded.constraints)
         except MeshError:
             # The table is a step ahead of the runner: nothing is right until a scheduler attaches anew.
             table.reset(epoch=0)
-            self._spans.end_all()
+            self._spans.end_all("STEP_FAILED")
             raise
-        return self._finish(plan, output, table, start)
+        return self._finish(plan, output, table, start, constraint_s=loaded.constraints.take_seconds())
+
+    def start_profile(self) -> None:
+        """Record all steps from now on, in place of whatever was being recorded.
+
+        Raises:
+            FailedPrecondition: no model is loaded. Unavailable: the device failed.
+        """
+        self._check_well()
+        self._require_model()
+        if self._recorder is not None:
+            self._recorder.end(self._clock())
+        stop = self._runner.start_timing(most_runs=MOST_RUNS)
+        self._recorder = StepRecorder(stop, now=self._clock())
+
+    def stop_profile(self) -> Recording:
+        """What was recorded since `start_profile`, which must have been called."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            raise FailedPrecondition("nothing is being recorded", reason="NO_PROFILE")
+        return recorder.end(self._clock())
 
     def end_stream(self, epoch: int) -> None:
         """The stream of an epoch has ended: its spans end. Its slots stay until the next attach."""
         if epoch == self._epoch:
-            self._spans.end_all()
+            self._spans.end_all("STREAM_ENDED")
 
     def unload(self) -> None:
         """Free the model and the pages. Idempotent."""
-        self._spans.end_all()
+        self._spans.end_all("UNLOADED")
         with self._device_failures("unloading the model"):
             self._runner.unload()
+        if self._loaded is not None:
+            self._loaded.constraints.close()
         self._loaded = self._allocated = self._table = None
         if not self._failure:
             self._state = EngineState.EMPTY
 
-    def _run(self, applied: AppliedPlan, plan: StepPlan) -> StepOutput | None:
+    def _run(self, applied: AppliedPlan, plan: StepPlan, constraints: StepConstraints) -> StepOutput | None:
         for slot in applied.released:
+            constraints.release(slot)
             self._spans.release(slot)
             self._runner.release(slot)
         for index, (admission, page_ids) in enumerate(applied.admitted):
             traceparent = plan.admitted[index].traceparent
             self._spans.admit(admission.slot, traceparent=traceparent, cached_tokens=admission.cached_tokens)
+            constraints.admit(admission)
             self._runner.admit(admission, page_ids)
-        return None if applied.batch is None else self._runner.run_step(applied.batch)
+        if applied.batch is None:
+            return None
+        return constraints.follow(self._runner.run_step(constraints.apply(applied.batch)))
 
     def _finish(
-        self, plan: StepPlan, output: StepOutput | None, table: SlotTable, start: float
+        self,
+        plan: StepPlan,
+        output: StepOutput | None,
+        table: SlotTable,
+        start: float,
+        *,
+        constraint_s: float | None,
     ) -> StepOutcome:
         """The outcome; also what follows from it for slots, spans and times."""
         end = self._clock()
         idle_s = None if self._last_step_end is None else start - self._last_step_end
         self._last_step_end = end
+        if self._recorder is not None:
+            sampled = 0 if output is None else len(output.slots)
+            self._recorder.step(plan, start, end, sampled_tokens=sampled, constraint_s=constraint_s)
         if output is None:
+            self._spans.ran(plan, (), took_s=end - start)
             return StepOutcome(plan.epoch, plan.step_seq, end - start, idle_s)
         slots: list[int] = output.slots.tolist()
         for failure in output.failures:
             table.stop_decoding(failure.slot)
-        self._spans.sampled(slots)
+        self._spans.ran(plan, slots, took_s=end - start)
         logprobs = () if output.logprobs is None else output.logprobs.tolist()
         return StepOutcome(
             plan.epoch,
@@ -299,6 +350,7 @@ class StepEngine:
             output.token_ids.tolist(),
             logprobs,
             output.failures,
+            constraint_s,
         )
 
     @contextmanager

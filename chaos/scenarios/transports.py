@@ -1,4 +1,4 @@
-"""R21: connections that misuse HTTP/2 or never say what they want."""
+"""R21: connections that misuse HTTP/2 or never say what they want, and forms that nobody can compile."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
 
 from chaos.frozen_clients import GENERATE, long_request
 from chaos.http2 import PREFACE, RawConnection, headers, settings
+from chaos.mesh import TEXT_MODEL, Shape
 from chaos.metrics import Page, quantile_bound, read_metrics
 from chaos.processes import FaultDidNotHappen, until
 from chaos.report import Target
 from chaos.scenario import Run, scenario
+from chipmesh.inference.v1alpha1 import inference_pb2, inference_pb2_grpc
+from meshkit.rpc.channel import open_channel
 
 ATTACK_S = 3.0
 RESET_CONNECTIONS, RESETS_PER_S = 4, 1000
@@ -23,14 +30,18 @@ SLOW_CONNECTIONS = 200
 """To each port."""
 SLOW_INTERVAL_S = 0.2
 TOKENS = 50
+CATASTROPHES_AT_ONCE = 2
+REFUSED_WITHIN_S = 20.0
+"""Each takes a second of a processor, which it shares with all else here."""
 LAG = "chipmesh_loop_lag_seconds"
 
 misuse = scenario(
     "R21",
-    f"{RESET_CONNECTIONS} connections of rapid resets; {SLOW_CONNECTIONS} to each port that end no request",
-    target=Target(figures={"loop_lag_p99_ms": 50}),
+    f"{RESET_CONNECTIONS} connections of rapid resets; {SLOW_CONNECTIONS} to each port that end no request; "
+    "catastrophic regular expressions",
+    target=Target(figures={"loop_lag_p99_ms": 50, "catastrophes_not_refused": 0}),
+    shape=Shape(text_model=True),
     tokens=400,
-    notes={"regex": "a catastrophic regex waits for structured output (issue 8): nothing takes a regex yet"},
 )
 
 
@@ -85,6 +96,53 @@ async def never_end(run: Run) -> None:
             writer.close()
     run.struck(time.monotonic(), times=len(writers) - 1)
     run.measure("slow_connections", len(writers))
+
+
+@misuse.variant("catastrophic regex")
+async def ask_for_catastrophes(run: Run) -> None:
+    """Clients that want outputs of forms which take minutes and gigabytes to compile, one after the other."""
+    channel = open_channel(run.mesh.address(run.mesh.gateway_names[0]), traced=False)
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    codes: list[grpc.StatusCode] = []
+    numbers = itertools.count()
+
+    async def ask() -> float:
+        at = time.monotonic()
+        codes.append(await _code_of(stub, _catastrophe(next(numbers))))
+        return at
+
+    try:
+        async with _lag_measured(run):
+            await run.strike(ask)
+            until_s = time.monotonic() + run.share * ATTACK_S
+            while time.monotonic() < until_s:
+                await asyncio.gather(*[ask() for _ in range(CATASTROPHES_AT_ONCE)])
+    finally:
+        await channel.close()
+    run.struck(time.monotonic(), times=len(codes) - 1)
+    refused = sum(code is grpc.StatusCode.INVALID_ARGUMENT for code in codes)
+    run.measure("catastrophes", len(codes))
+    run.measure("catastrophes_not_refused", len(codes) - refused)
+
+
+async def _code_of(stub: Any, request: inference_pb2.GenerateRequest) -> grpc.StatusCode:
+    """How a request ends, in a time that a client would wait."""
+    try:
+        async for _ in stub.Generate(request, timeout=REFUSED_WITHIN_S):
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def _catastrophe(number: int) -> inference_pb2.GenerateRequest:
+    """Another one each time: a verdict is remembered."""
+    regex = f"((((a{{{1000 + number}}}){{1000}}){{1000}}){{1000}})"
+    return inference_pb2.GenerateRequest(
+        model=TEXT_MODEL,
+        prompt=inference_pb2.Prompt(text="hello"),
+        sampling=inference_pb2.SamplingOptions(constraint=inference_pb2.OutputConstraint(regex=regex)),
+    )
 
 
 class _ResetAttack:

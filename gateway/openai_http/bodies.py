@@ -31,11 +31,24 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
+class StructuredOutputs(Body):
+    """A form of the output as vLLM has it; one of these at most."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, populate_by_name=True)
+
+    json_value: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class SamplingBody(Body):
     """What both kinds of completions share.
 
     top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids, return_token_ids: as vLLM and
-    SGLang have them. priority: as SGLang has it, greater goes first.
+    SGLang have them. priority: as SGLang has it, greater goes first. guided_*, structured_outputs: as vLLM
+    has them; json_schema, regex, ebnf: as SGLang; one of them at most.
     """
 
     model: str = ""
@@ -59,6 +72,14 @@ class SamplingBody(Body):
     return_token_ids: bool | None = None
     priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
     user: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     is_chat: ClassVar[bool]
 
@@ -120,10 +141,19 @@ class Tool(Body):
     function: FunctionTool
 
 
+class JsonSchemaFormat(Body):
+    """schema_: a JSON schema, which the answer keeps to whether strict says so or not."""
+
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
 class ResponseFormat(Body):
-    """type: text; the others need structured output."""
+    """type: text, json_object or json_schema."""
 
     type: str
+    json_schema: JsonSchemaFormat | None = None
 
 
 class ChatBody(SamplingBody):

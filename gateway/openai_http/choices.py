@@ -12,6 +12,7 @@ from gateway.generation import Extension, Generations
 from gateway.generation_spec import Finish, FinishReason, GenerationSpec
 from gateway.live_request import Output, OutputReader
 from gateway.openai_http.bodies import MAX_CHOICES
+from gateway.openai_http.constraining import Constrain
 from gateway.prompts import Conversation
 from gateway.tenant import Tenant
 from meshkit.errors import Cancelled, Internal, InvalidArgument
@@ -21,7 +22,8 @@ from meshkit.errors import Cancelled, Internal, InvalidArgument
 class Wanted:
     """What one call asks for: `count` choices of each prompt.
 
-    request: all but prompts and ids. name: what the ids of its generations begin with.
+    request: all but prompts and ids. name: what the ids of its generations begin with. time_left_s: to the
+    caller's deadline; None: there is none. constrain: see `Extension`.
     """
 
     request: pb.GenerateRequest
@@ -30,6 +32,13 @@ class Wanted:
     name: str
     tenant: Tenant
     shown_tokens: tuple[str, ...] = ()
+    constrain: Constrain | None = None
+    time_left_s: float | None = None
+
+
+def choice_id(name: str, number: int) -> str:
+    """Id of the generation that is choice `number` of the call `name`."""
+    return f"{name}-{number}"
 
 
 async def open_choices(stack: AsyncExitStack, generations: Generations, wanted: Wanted) -> list[OutputReader]:
@@ -53,7 +62,9 @@ async def open_choices(stack: AsyncExitStack, generations: Generations, wanted: 
         for choice in range(wanted.count):
             request, extension = _generation(wanted, prompt, choice, first, number=len(readers))
             reader = await stack.enter_async_context(
-                generations.generate(request, tenant=wanted.tenant, time_left_s=None, extension=extension)
+                generations.generate(
+                    request, tenant=wanted.tenant, time_left_s=wanted.time_left_s, extension=extension
+                )
             )
             first = first or reader.request.spec
             readers.append(reader)
@@ -71,7 +82,7 @@ def _generation(
     """One choice. Those after the first have its tokens and its seed: nothing is tokenised or drawn twice."""
     request = pb.GenerateRequest()
     request.CopyFrom(wanted.request)
-    request.request_id = f"{wanted.name}-{number}"
+    request.request_id = choice_id(wanted.name, number)
     conversation = None
     if first is not None:
         request.prompt.tokens.token_ids.extend(first.prompt_token_ids)
@@ -80,7 +91,29 @@ def _generation(
         conversation = prompt
     else:
         request.prompt.CopyFrom(prompt)
-    return request, Extension(conversation=conversation, choice=choice, shown_tokens=wanted.shown_tokens)
+    return request, Extension(
+        conversation=conversation,
+        choice=choice,
+        shown_tokens=wanted.shown_tokens,
+        constrain=wanted.constrain,
+    )
+
+
+async def first_news(readers: Sequence[OutputReader]) -> None:
+    """Return when one of them has something to read, or has ended well.
+
+    Raises:
+        MeshError: one of them failed before that.
+    """
+    waiting = [asyncio.ensure_future(reader.wait_readable()) for reader in readers]
+    try:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def read_all(readers: Sequence[OutputReader]) -> AsyncGenerator[tuple[int, Output | None], None]:

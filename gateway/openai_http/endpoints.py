@@ -24,11 +24,20 @@ from gateway.openai_http.answers import (
 )
 from gateway.openai_http.bodies import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from gateway.openai_http.call import Call
-from gateway.openai_http.choices import Wanted, open_choices, read_all
-from gateway.openai_http.parsing.message import FAMILIES, MessageParser, ToolFamily, reasons, tool_family_of
-from gateway.openai_http.parsing.reasoning import OPEN, ReasoningParser
+from gateway.openai_http.choices import Wanted, first_news, open_choices, read_all
+from gateway.openai_http.constraining import Constrain, constrain_chat, constrain_completion
+from gateway.openai_http.parsing.message import (
+    FAMILIES,
+    MessageParser,
+    ToolFamily,
+    begins_reasoning,
+    reasons,
+    tool_family_of,
+)
+from gateway.openai_http.parsing.reasoning import ReasoningParser
 from gateway.openai_http.reading import read_body
 from gateway.openai_http.refusals import UNSUPPORTED
+from gateway.openai_http.scheduling_headers import priority_of, time_left_s
 from gateway.openai_http.translation import (
     conversation_of,
     offered_tools,
@@ -43,7 +52,6 @@ ROOM_BESIDE_PROMPT = 64 * 1024
 """Bytes of a body for all but its prompt."""
 LARGE_BODY_BYTES = 64 * 1024
 _DONE = b"data: [DONE]\n\n"
-_TAIL_TOKENS = 8
 
 B = TypeVar("B", bound=SamplingBody)
 T = TypeVar("T")
@@ -86,7 +94,8 @@ class CompletionEndpoints:
             return ChatChoice(index, reader, _parser(body, reader, model, family), settings)
 
         prompt = conversation_of(body, size_bytes=size_bytes)
-        await call.while_connected(self._generate(call, body, [prompt], make, family))
+        constrain = await self._run(partial(constrain_chat, body, model, family), size_bytes=size_bytes)
+        await call.while_connected(self._generate(call, body, [prompt], make, family, constrain))
 
     async def complete(self, call: Call) -> None:
         """Continuations of prompts."""
@@ -97,7 +106,8 @@ class CompletionEndpoints:
             return CompletionChoice(index, reader, settings)
 
         prompts = await self._run(partial(prompts_of, body), size_bytes=size_bytes)
-        await call.while_connected(self._generate(call, body, prompts, make, None))
+        constrain = constrain_completion(body)
+        await call.while_connected(self._generate(call, body, prompts, make, None, constrain))
 
     async def _read(self, call: Call, kind: type[B]) -> tuple[B, int]:
         limit_bytes = self._generations.prompts.max_bytes + ROOM_BESIDE_PROMPT
@@ -117,11 +127,15 @@ class CompletionEndpoints:
         prompts: Sequence[pb.Prompt | Conversation],
         make_choice: MakeChoice,
         family: ToolFamily | None,
+        constrain: Constrain | None,
     ) -> None:
         # The client's id is for logs and may be used twice; a generation's is its own.
         name = f"{call.request_id}-{secrets.token_hex(8)}"
         shown = family.shown_tokens if family is not None else ()
-        wanted = Wanted(request_of(body), prompts, body.choice_count, name, call.tenant, shown)
+        request = request_of(body)
+        request.scheduling.priority = priority_of(call.headers_in, body.priority)
+        left_s = time_left_s(call.headers_in)
+        wanted = Wanted(request, prompts, body.choice_count, name, call.tenant, shown, constrain, left_s)
         async with AsyncExitStack() as stack:
             readers = await open_choices(stack, self._generations, wanted)
             answering = _Answering(
@@ -131,6 +145,9 @@ class CompletionEndpoints:
                 readers,
                 [make_choice(index, reader) for index, reader in enumerate(readers)],
             )
+            if left_s is not None:
+                # Its status can still say that the time was not enough for a place in a batch.
+                await first_news(readers)
             await (_stream(answering) if body.stream else _answer_whole(answering))
 
 
@@ -217,9 +234,8 @@ def _parser(
 ) -> MessageParser:
     reasoning = None
     if model.text is not None and reasons(model.text.template):
-        tail = reader.request.spec.prompt_token_ids[-_TAIL_TOKENS:]
-        text = model.text.tokenizer.decode(tail, skip_special_tokens=False)
-        reasoning = ReasoningParser(begun=text.rstrip().endswith(OPEN))
+        prompt = reader.request.spec.prompt_token_ids
+        reasoning = ReasoningParser(begun=begins_reasoning(model.text, prompt))
     names = [tool.function.name for tool in offered_tools(body)]
     return MessageParser(
         reasoning=reasoning,

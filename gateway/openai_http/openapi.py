@@ -8,6 +8,8 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from gateway.openai_http.bodies import ChatBody, CompletionBody
+from gateway.openai_http.scheduling_headers import MAX_TIMEOUT_S, PRIORITY, TIMEOUT
+from gateway.validation import MAX_PRIORITY
 
 _REF = "#/components/schemas/{model}"
 _ERROR = {
@@ -28,6 +30,22 @@ _ERROR = {
 }
 
 
+_HEADERS = [
+    {
+        "name": PRIORITY,
+        "in": "header",
+        "description": "as the body's priority, which goes before it",
+        "schema": {"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
+    },
+    {
+        "name": TIMEOUT,
+        "in": "header",
+        "description": "seconds that the caller waits, then 504; fractions are taken, too",
+        "schema": {"type": "integer", "minimum": 1, "maximum": int(MAX_TIMEOUT_S)},
+    },
+]
+
+
 def describe() -> dict[str, Any]:
     """The document."""
     _, definitions = models_json_schema(
@@ -35,6 +53,8 @@ def describe() -> dict[str, Any]:
     )
     bodies = {"/v1/chat/completions": "ChatBody", "/v1/completions": "CompletionBody"}
     paths: dict[str, Any] = {path: {"post": _operation(_ref(name))} for path, name in bodies.items()}
+    for path in paths:
+        paths[path]["post"]["parameters"] = _HEADERS
     paths["/v1/embeddings"] = {"post": _operation({"type": "object"})}
     paths["/v1/models"] = {"get": _operation(None)}
     paths["/health"] = {"get": _operation(None)}

@@ -9,7 +9,6 @@ from gateway.openai_http.bodies import ChatBody, CompletionBody, SamplingBody
 from meshkit.errors import InvalidArgument
 
 UNSUPPORTED = "UNSUPPORTED_VALUE"
-_STRUCTURED = "output of a given form (schema, grammar, required call) is not offered yet"
 
 # Field -> (values that ask for nothing, why not more).
 REFUSED_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -34,14 +33,8 @@ REFUSED_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "include_stop_str_in_output": ((False,), "a stop string is not part of the text"),
     "no_stop_trim": ((False,), "a stop string is not part of the text"),
     "lora_path": ((), "there are no adapters"),
-    "guided_json": ((), _STRUCTURED),
-    "guided_regex": ((), _STRUCTURED),
-    "guided_choice": ((), _STRUCTURED),
-    "guided_grammar": ((), _STRUCTURED),
-    "structured_outputs": ((), _STRUCTURED),
-    "json_schema": ((), _STRUCTURED),
-    "regex": ((), _STRUCTURED),
-    "ebnf": ((), _STRUCTURED),
+    "structural_tag": ((), "send tools, or a grammar"),
+    "guided_whitespace_pattern": ((), "send x-guidance within the schema"),
 }
 
 
@@ -68,16 +61,6 @@ def _unsupported_in_chat(body: ChatBody) -> Iterator[tuple[str, str]]:
             "top_logprobs",
             f"is {body.top_logprobs}; only the chosen token's log-probability is offered: send 0",
         )
-    if body.response_format is not None and body.response_format.type != "text":
-        yield (
-            "response_format",
-            f"is {_short(body.response_format.type)}; {_STRUCTURED}: only text is supported",
-        )
-    if body.tool_choice not in (None, "none", "auto"):
-        yield "tool_choice", f"is {_short(body.tool_choice)}; {_STRUCTURED}: send auto or none"
-    for index, tool in enumerate(body.tools or ()):
-        if tool.function.strict:
-            yield f"tools[{index}].function.strict", f"is true; {_STRUCTURED}: leave it out"
 
 
 def _unsupported_in_completion(body: CompletionBody) -> Iterator[tuple[str, str]]:
@@ -88,8 +71,3 @@ def _unsupported_in_completion(body: CompletionBody) -> Iterator[tuple[str, str]
             "best_of",
             f"is {body.best_of} and n is {body.choice_count}; choices are not ranked: let them be equal",
         )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:79] + "…"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from gateway.generation import Generations
 from gateway.models import ServedModel
@@ -26,9 +26,13 @@ from meshkit.http.observability import HealthReport
 from meshkit.http.server import HttpServer
 from meshkit.telemetry.metrics import CONTENT_TYPE
 
+SEND_BUFFER_BYTES = 64 * 1024
+"""Of each connection in the kernel: tokens that a slow client does not read wait here as tokens, not there as
+events, of which the kernel would else hold megabytes for each."""
+
 
 class OpenAiServer:
-    """Serves OpenAI's interface on the gateway's loop.
+    """Serves OpenAI's interface on the gateway's loop, and `further` routes beside it.
 
     Raises:
         InvalidArgument: `listen` has no known form.
@@ -43,13 +47,21 @@ class OpenAiServer:
         registry: CollectorRegistry,
         health: Callable[[], HealthReport],
         tls: ssl.SSLContext | None,
+        further: Sequence[BaseRoute] = (),
     ) -> None:
         self._generations = generations
         self._edge = edge
         self._registry = registry
         self._health = health
+        self._further = further
         self._opened_at = now()
-        self._server = HttpServer(listen, self._application(), field="openai_listen", tls=tls)
+        self._server = HttpServer(
+            listen,
+            self._application(),
+            field="openai_listen",
+            tls=tls,
+            send_buffer_bytes=SEND_BUFFER_BYTES,
+        )
 
     async def start(self) -> str:
         """Bind and serve; returns the bound address.
@@ -73,8 +85,11 @@ class OpenAiServer:
             ("GET", "/v1/models/{model:path}", self._get_model),
             ("GET", "/metrics", self._get_metrics),
         ]
-        routes = [Route(path, self._edge.guard(each, path), methods=[verb]) for verb, path, each in guarded]
+        routes: list[BaseRoute] = [
+            Route(path, self._edge.guard(each, path), methods=[verb]) for verb, path, each in guarded
+        ]
         routes += [Route("/health", self._get_health), Route("/openapi.json", _get_description)]
+        routes += self._further
         application = Starlette(routes=routes, exception_handlers={HTTPException: _refuse_route})
         application.router.redirect_slashes = False
         return application

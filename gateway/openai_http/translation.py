@@ -15,6 +15,7 @@ from gateway.openai_http.bodies import (
     PromptValue,
     SamplingBody,
 )
+from gateway.openai_http.constraint_sources import asks_for_form
 from gateway.openai_http.parsing.calls import read_json
 from gateway.prompts import Conversation
 from meshkit.errors import FailedPrecondition, InvalidArgument, MeshError
@@ -32,8 +33,10 @@ _FIELD_NAMES: Mapping[str, str] = {
     "stop.min_tokens": "min_tokens",
     "stop.stop_strings": "stop",
     "stop.stop_token_ids": "stop_token_ids",
+    "stop.ignore_eos": "ignore_eos",
     "scheduling.priority": "priority",
 }
+_CONSTRAINT = re.compile(r"\bsampling\.constraint(\.\w+)?")
 _SAMPLING = re.compile(r"\bsampling\.(?=[a-z_]+)")
 _ROLES = {"developer": "system"}
 _TEMPLATE_OWN = frozenset({
@@ -56,7 +59,7 @@ def request_of(body: SamplingBody) -> pb.GenerateRequest:
         top_k=body.top_k,
         # A negative one is the number with the same 64 bits.
         seed=None if body.seed is None else body.seed % 2**64,
-        logit_bias=_logit_bias(body.logit_bias or {}),
+        logit_bias=logit_bias_of(body.logit_bias or {}),
         **{name: getattr(body, name) for name in _FLOATS},
     )
     stop = pb.StopOptions(
@@ -138,12 +141,18 @@ def restate(error: MeshError, body: SamplingBody) -> MeshError:
 def _restate(text: str, body: SamplingBody) -> str:
     if getattr(body, "max_completion_tokens", None) is not None:
         text = text.replace("stop.max_tokens", "max_completion_tokens")
+    text = _CONSTRAINT.sub(asks_for_form(body) or "tools", text)
     for ours, theirs in _FIELD_NAMES.items():
         text = text.replace(ours, theirs)
     return _SAMPLING.sub("", text)
 
 
-def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+def logit_bias_of(given: Mapping[str, float]) -> dict[int, float]:
+    """Values by token id.
+
+    Raises:
+        InvalidArgument: a key is no token id.
+    """
     bias: dict[int, float] = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= UINT32_MAX):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import ParamSpec
 
+from meshkit.drain_rate import DrainRate
 from meshkit.errors import ResourceExhausted
 
 P = ParamSpec("P")
@@ -30,6 +32,8 @@ class TextPool:
             )
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="text")
         self._limit = threads + max_waiting
+        self._running = 0
+        self._drain = DrainRate(now=time.monotonic())
         # A deque's append and pop are atomic: places are given back from the pool's threads, without a lock
         # that the event loop might wait for.
         self._places: deque[None] = deque([None] * self._limit)
@@ -48,9 +52,23 @@ class TextPool:
             ResourceExhausted: all threads are busy and the queue is full.
         """
         self._take()
+        if not self._running:
+            self._drain.begin(time.monotonic())
+        self._running += 1
+        try:
+            return await self._submit(partial(function, *args, **kwargs))
+        finally:
+            self._running -= 1
+            self._drain.left(1, time.monotonic())
+
+    def retry_after_s(self) -> float:
+        """When to come back to a pool that is full, by the pace at which texts leave it."""
+        return self._drain.refuse(1, time.monotonic())
+
+    async def _submit(self, call: Callable[[], T]) -> T:
         context = contextvars.copy_context()
         try:
-            future = self._executor.submit(context.run, partial(function, *args, **kwargs))
+            future = self._executor.submit(context.run, call)
         except BaseException:
             self._give_back()
             raise
@@ -65,10 +83,12 @@ class TextPool:
         try:
             self._places.pop()
         except IndexError:
+            wait_s = self.retry_after_s()
             raise ResourceExhausted(
                 f"{self._limit} texts are being processed or wait already, which is the limit; "
-                "try again shortly",
+                f"try again in {wait_s:.3g} s",
                 reason="TEXT_POOL_FULL",
+                retry_after_s=wait_s,
             ) from None
 
     def _give_back(self, future: Future[Any] | None = None) -> None:

@@ -16,7 +16,7 @@ class Tokenizer:
     """Encodes and decodes for one model; safe to use from several threads at once.
 
     vocab_size: how many ids the model takes (rows of its embedding; a vocabulary may be shorter).
-    eos_token_ids: the ids that end a generation.
+    eos_token_ids: the ids that end a generation. file: its tokenizer.json.
     """
 
     def __init__(self, folder: ModelFolder) -> None:
@@ -26,6 +26,7 @@ class Tokenizer:
             InvalidArgument: (model_path) tokenizer.json is damaged or of a kind that we do not decode.
         """
         self._inner = _load(folder)
+        self.file = folder.tokenizer_file
         self.vocab_size = folder.vocab_size
         self.eos_token_ids = folder.eos_token_ids
         decoder = self._inner.decoder

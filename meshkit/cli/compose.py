@@ -22,6 +22,8 @@ NO_CHUNKING = -1
 GATEWAY_DRAIN_S = 10.0
 WORKER_DRAIN_S = 5.0
 SCHEDULER_DRAIN_S = 3.0
+PAGE_TRACES_PER_S = 5.0
+"""Traces that begin in a second where nobody asked for any: to look at, at no cost that one could measure."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,18 @@ class MeshPlan:
 
     options: MeshOptions
     groups: tuple[GroupPlan, ...]
+    traces_listen: str | None = None
+    """Where the gateway takes spans for its page; None: it does not."""
+
+    @property
+    def tracing(self) -> dict[str, Any] | None:
+        """TracingConfig of every service as JSON."""
+        if self.options.otlp_endpoint:
+            return {"exporter": "otlp", "endpoint": self.options.otlp_endpoint}
+        if self.traces_listen is None:
+            return None
+        endpoint = f"http://{self.traces_listen}"
+        return {"exporter": "otlp", "endpoint": endpoint, "max_traces_per_s": PAGE_TRACES_PER_S}
 
     @property
     def workers(self) -> list[WorkerPlan]:
@@ -223,7 +237,7 @@ def scheduler_config(plan: MeshPlan, *, state: StateDir) -> dict[str, Any]:
         "traffic_file": str(options.traffic_file) if options.traffic_file else None,
     }
     return {
-        **_service_part(options, name="scheduler", state=state),
+        **_service_part(plan, name="scheduler", state=state),
         "groups": [_scheduler_group(group) for group in plan.groups],
         "drain_grace_s": SCHEDULER_DRAIN_S,
         "enable_radix_cache": not options.disable_radix_cache,
@@ -246,7 +260,7 @@ def gateway_config(plan: MeshPlan, *, state: StateDir, scheduler_address: str) -
     options = plan.options
     models = {group.model: group for group in plan.groups}
     return {
-        **_service_part(options, name="gateway", state=state),
+        **_service_part(plan, name="gateway", state=state),
         "listen": str(TcpAddress(options.host, options.port)),
         "http_listen": str(TcpAddress(options.host, options.http_port)),
         "openai_listen": str(TcpAddress(options.host, options.openai_port)),
@@ -256,6 +270,7 @@ def gateway_config(plan: MeshPlan, *, state: StateDir, scheduler_address: str) -
         "drain_grace_s": GATEWAY_DRAIN_S,
         "api_keys_file": str(options.api_keys_file.absolute()) if options.api_keys_file else None,
         "allow_anonymous": options.allow_anonymous,
+        "page": _without_none({"traces_listen": plan.traces_listen}),
     }
 
 
@@ -280,7 +295,7 @@ def worker_config(
         "executor": {"python": options.executor_python} if options.executor_python else None,
     }
     return {
-        **_service_part(options, name=worker.worker_id, state=state),
+        **_service_part(plan, name=worker.worker_id, state=state),
         "worker_id": worker.worker_id,
         "group": group.name,
         "model": group.model,
@@ -301,15 +316,14 @@ def worker_config(
     }
 
 
-def _service_part(options: MeshOptions, *, name: str, state: StateDir) -> dict[str, Any]:
+def _service_part(plan: MeshPlan, *, name: str, state: StateDir) -> dict[str, Any]:
     """What every service's configuration holds."""
-    tracing = {"exporter": "otlp", "endpoint": options.otlp_endpoint} if options.otlp_endpoint else None
     return {
         "listen": ANY_FREE_PORT,
         "http_listen": ANY_FREE_PORT,
         "ready_file": str(state.ready_file(name)),
-        "log_level": options.log_level,
-        **_without_none({"tracing": tracing}),
+        "log_level": plan.options.log_level,
+        **_without_none({"tracing": plan.tracing}),
     }
 
 

@@ -95,6 +95,7 @@ def describe_mesh(mesh: MeshRecord, state: StateDir) -> dict[str, object]:
         "gateway": _describe_service(mesh.of_kind("gateway")[0]),
         "scheduler": _describe_service(mesh.of_kind("scheduler")[0]),
         "workers": [_describe_service(worker) for worker in mesh.of_kind("worker")],
+        "page": page_url(mesh),
         "command": generate_command(mesh),
     }
 
@@ -112,6 +113,12 @@ def _describe_service(service: ServiceRecord) -> dict[str, object]:
 
 def _detail(name: str, value: object) -> object:
     return reachable(str(value)) if name == "openai_address" else value
+
+
+def page_url(mesh: MeshRecord) -> str | None:
+    """Where a browser finds the mesh; None where its gateway has no page."""
+    details = mesh.of_kind("gateway")[0].details
+    return f"http://{reachable(str(details['openai_address']))}/" if details.get("page") else None
 
 
 def generate_command(mesh: MeshRecord) -> str:
@@ -134,7 +141,11 @@ def print_summary(mesh: MeshRecord, state: StateDir, *, detached: bool) -> None:
 
 def _openai_lines(mesh: MeshRecord) -> list[str]:
     address = mesh.of_kind("gateway")[0].details.get("openai_address")
-    return [f"  OpenAI clients: base_url http://{reachable(str(address))}/v1"] if address else []
+    if not address:
+        return []
+    page = page_url(mesh)
+    lines = [f"  page: {page}"] if page else []
+    return [*lines, f"  OpenAI clients: base_url http://{reachable(str(address))}/v1"]
 
 
 def _service_line(service: ServiceRecord) -> str:

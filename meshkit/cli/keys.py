@@ -27,11 +27,12 @@ def new_key(
     tokens_per_minute: int | None = None,
     max_live_requests: int | None = None,
     share_cache: bool = False,
+    operator: bool = False,
     as_json: bool = False,
 ) -> None:
     """Print a new key, this once, and the entry for the gateway's `api_keys` that lets it in.
 
-    The limits are written into the entry; None: no limit.
+    The limits are written into the entry; None: no limit. operator: see ApiKeyConfig.
 
     Raises:
         InvalidArgument: no key can have that name.
@@ -48,6 +49,7 @@ def new_key(
         "tokens_per_minute": tokens_per_minute,
         "max_live_requests": max_live_requests,
         "share_cache": share_cache or None,
+        "operator": operator or None,
     }
     entry: dict[str, Any] = {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()}
     entry.update((field, value) for field, value in limits.items() if value is not None)

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any, Literal
 
@@ -83,16 +84,17 @@ class Launcher:
             DeadlineExceeded: not all were ready in time.
             Cancelled: a signal came meanwhile.
         """
-        with reserve_port() as port:
+        with reserve_port() as port, reserve_port() as traces_port:
             # Known before the scheduler is there; workers come to register long after.
             address = str(TcpAddress(LOOPBACK, port))
+            self._point_traces(str(TcpAddress(LOOPBACK, traces_port)))
             scheduler = scheduler_config(self._plan, state=self._state)
             first = self._spawn("scheduler", "scheduler", {**scheduler, "listen": address})
             others = self._spawn_workers(scheduler_address=address)
             self._wait_ready([first])
-        gateway = gateway_config(self._plan, state=self._state, scheduler_address=address)
-        others.append(self._spawn("gateway", "gateway", gateway))
-        self._wait_ready(others)
+            gateway = gateway_config(self._plan, state=self._state, scheduler_address=address)
+            others.append(self._spawn("gateway", "gateway", gateway))
+            self._wait_ready(others)
         record = _mesh_record("ready", self._plan.options, self._plan.model, self._children)
         self._state.write_mesh(record)
         self._report(LaunchEvent(kind="up", mesh=record))
@@ -122,6 +124,12 @@ class Launcher:
         )
         for child in self._children:
             child.exit_code()  # Reaps it.
+
+    def _point_traces(self, address: str) -> None:
+        """Spans go to the gateway's page at `address`, unless they go elsewhere or nowhere."""
+        options = self._plan.options
+        if options.page_traces and options.otlp_endpoint is None:
+            self._plan = replace(self._plan, traces_listen=address)
 
     def _spawn_workers(self, *, scheduler_address: str) -> list[Child]:
         return [

@@ -88,6 +88,7 @@ class MeshOptions(FrozenConfig):
     api_keys_file: Path | None = None
     allow_anonymous: bool = False
     otlp_endpoint: str | None = None
+    page_traces: bool = True
     strict: bool = False
     executor_python: str | None = None
     log_level: LogLevel = "info"

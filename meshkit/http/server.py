@@ -23,6 +23,8 @@ class HttpServer:
 
     field: the configuration's, for errors. tls: None for plain text.
     stop_grace_s: seconds that running responses get at `stop`.
+    send_buffer_bytes: what the kernel holds of each connection for a client that does not read (it takes
+        twice that); None: as it likes, which may be megabytes.
 
     Raises:
         InvalidArgument: `listen` has no known form.
@@ -36,7 +38,9 @@ class HttpServer:
         field: str,
         stop_grace_s: int = 1,
         tls: ssl.SSLContext | None = None,
+        send_buffer_bytes: int | None = None,
     ) -> None:
+        self._send_buffer_bytes = send_buffer_bytes
         self._listen = parse_listen(listen, field=field)
         self._field = field
         config = uvicorn.Config(
@@ -79,6 +83,8 @@ class HttpServer:
         else:
             sock = socket.socket(socket.AF_INET6 if ":" in listen.host else socket.AF_INET)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self._send_buffer_bytes is not None:  # Connections have it from their listener.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
         try:
             sock.bind(listen.path if isinstance(listen, UnixAddress) else (listen.host, listen.port))
         except OSError as error:

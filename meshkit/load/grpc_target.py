@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,8 +28,8 @@ class GrpcTarget:
 
     address: "HOST:PORT". model: "" where only one is served. temperature: 0 is greedy.
     ignore_eos: go on past end tokens, so that each request makes exactly its max_tokens.
-    api_key: sent with each call. authority: PEM file of who signed the gateway's certificate, or "system";
-        None: plain text.
+    api_key: sent with each call. trace: makes the traceparent of a call, "" for none.
+    authority: PEM file of who signed the gateway's certificate, or "system"; None: plain text.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class GrpcTarget:
         ignore_eos: bool = True,
         api_key: str | None = None,
         authority: str | None = None,
+        trace: Callable[[], str] = lambda: "",
     ) -> None:
         self._address = address
         self._model = model
@@ -48,6 +49,7 @@ class GrpcTarget:
         self._ignore_eos = ignore_eos
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._authority = authority
+        self._trace = trace
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
 
@@ -79,7 +81,9 @@ class GrpcTarget:
 
     async def stream(self, request: LoadRequest) -> AsyncGenerator[Received, None]:
         """See `Target.stream`."""
-        call = self._stub.Generate(self._wire_form(request), metadata=self._metadata)
+        traceparent = self._trace()
+        metadata = (*self._metadata, ("traceparent", traceparent)) if traceparent else self._metadata
+        call = self._stub.Generate(self._wire_form(request), metadata=metadata)
         finished = False
         try:
             async for response in call:

@@ -5,7 +5,7 @@ torch.
 from __future__ import annotations
 
 from meshkit.modelstore.folder import ModelFolder, open_model
-from meshkit.modelstore.llama_layout import SUPPORTED_ARCHITECTURES, tensor_shapes
+from meshkit.modelstore.layouts import SUPPORTED_ARCHITECTURES, tensor_shapes
 from meshkit.modelstore.locations import default_cache_dir
 from meshkit.modelstore.pull import PULLABLE_MODELS, PullableModel, pull_model
 from meshkit.modelstore.weight_index import BLOCK_LAYOUTS, TensorEntry, WeightIndex

@@ -9,7 +9,7 @@ from meshkit.modelstore.progress import Progress
 from meshkit.modelstore.publish import publish_folder
 
 # Part of the cache key: raise it when what is written below changes.
-_FORMAT = 1
+_FORMAT = 2
 
 WEIGHTS_FILE = "weights.json"
 

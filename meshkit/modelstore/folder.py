@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.modelstore.description import WEIGHTS_FILE, describe_gguf
-from meshkit.modelstore.llama_layout import complete_config, tensor_shapes
+from meshkit.modelstore.hub import is_hub_id
+from meshkit.modelstore.layouts import complete_config, tensor_shapes
 from meshkit.modelstore.locations import pulled_model_dir
 from meshkit.modelstore.problems import model_path_error
 from meshkit.modelstore.progress import Progress, ignore_progress
@@ -51,7 +52,8 @@ def open_model(
     """Open a folder in Hugging Face layout, a .gguf, a folder with exactly one .gguf, or a model pulled
     before.
 
-    A path that exists goes before a pulled model of the same name. The first open of a GGUF converts its
+    A path that exists goes before a pulled model of the same name. A model of the hub, `org/name`, is pulled
+    first: nothing is fetched here. The first open of a GGUF converts its
     header (seconds) and reports to `progress(stage, share)`; later ones take milliseconds.
     `need_weights=False` is enough of a folder for load-format dummy: weights are then neither looked for nor
     checked.
@@ -68,7 +70,8 @@ def open_model(
             if gguf is None
             else describe_gguf(gguf, cache_dir=cache_dir, progress=progress or ignore_progress)
         )
-        return _read_folder(folder, source=source, need_weights=need_weights)
+        name = reference if _is_pulled_id(reference) else source.stem if source.is_file() else source.name
+        return _read_folder(folder, source=source, name=name, need_weights=need_weights)
     except OSError as error:
         raise model_path_error(
             f"{reference!r} cannot be opened: {error}", reason="MODEL_UNREADABLE"
@@ -83,13 +86,20 @@ def _resolve(reference: str, *, cache_dir: Path) -> Path:
     if path.exists():
         return path.resolve()
     is_name = Path(reference).name == reference and reference not in (".", "..")
-    if is_name and (pulled := pulled_model_dir(reference, cache_dir=cache_dir)).is_dir():
-        return pulled.resolve()
-    hint = f"; `chipmesh pull {reference}` fetches it" if reference in PULLABLE_MODELS else ""
+    if is_name or is_hub_id(reference):
+        pulled = pulled_model_dir(reference, cache_dir=cache_dir)
+        if pulled.is_dir():
+            return pulled.resolve()
+    can_pull = reference in PULLABLE_MODELS or is_hub_id(reference)
+    hint = f"; `chipmesh pull {reference}` fetches it" if can_pull else ""
     raise model_path_error(
         f"{reference!r} is neither an existing path nor a model pulled into {cache_dir}{hint}",
         reason="MODEL_NOT_FOUND",
     )
+
+
+def _is_pulled_id(reference: str) -> bool:
+    return is_hub_id(reference) and not Path(reference).expanduser().exists()
 
 
 def _gguf_of(source: Path) -> Path | None:
@@ -110,14 +120,14 @@ def _gguf_of(source: Path) -> Path | None:
     raise model_path_error(f"{source} holds neither config.json nor a .gguf", reason="MODEL_NOT_FOUND")
 
 
-def _read_folder(folder: Path, *, source: Path, need_weights: bool) -> ModelFolder:
+def _read_folder(folder: Path, *, source: Path, name: str, need_weights: bool) -> ModelFolder:
     config = complete_config(_read_json(folder / "config.json"), source=str(source))
     tokenizer_file = folder / "tokenizer.json"
     if not tokenizer_file.is_file():
         raise model_path_error(f"{source} has no tokenizer.json", reason="TOKENIZER_MISSING")
     weights = _read_weights(folder, config) if need_weights else None
     return ModelFolder(
-        name=source.stem if source.is_file() else source.name,
+        name=name,
         source=source,
         config=config,
         tokenizer_file=tokenizer_file,

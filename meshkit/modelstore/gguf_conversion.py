@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshkit.modelstore import gguf_llama, gguf_tokenizer
+from meshkit.modelstore import gguf_model, gguf_tokenizer
 from meshkit.modelstore.gguf_header import read_gguf_header
 from meshkit.modelstore.progress import Progress
 from meshkit.modelstore.weight_index import index_to_json
@@ -19,9 +19,9 @@ def write_description(file: Path, folder: Path, *, weights_file: str, progress: 
         InvalidArgument: (model_path) no GGUF, a damaged or truncated one, or one that we cannot run.
     """
     header = read_gguf_header(file, progress=progress)
-    gguf_llama.check_architecture(header)
-    config = gguf_llama.read_config(header)
-    index = gguf_llama.read_weight_index(header, config)
+    family = gguf_model.require_family(header)
+    config = gguf_model.read_config(header, family)
+    index = gguf_model.read_weight_index(header, config, family)
     index.check_files()
     progress("tokenizer", 0.0)
     gguf_tokenizer.build_tokenizer(header).save(str(folder / "tokenizer.json"), pretty=False)

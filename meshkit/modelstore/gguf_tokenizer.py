@@ -12,9 +12,11 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 
 from meshkit.modelstore.gguf_header import GgufHeader
+from meshkit.modelstore.gguf_sentencepiece import build_sentencepiece
 from meshkit.modelstore.problems import model_path_error
 
-SUPPORTED_VOCABULARIES: tuple[str, ...] = ("gpt2",)
+SUPPORTED_VOCABULARIES: tuple[str, ...] = ("gpt2", "llama")
+"""Byte-level BPE, and sentencepiece's BPE with its scores."""
 
 
 class TokenType(IntEnum):
@@ -72,8 +74,25 @@ def build_tokenizer(header: GgufHeader) -> Tokenizer:
         InvalidArgument: (model_path) no vocabulary, or a vocabulary or pre-tokenizer of a kind that we do not
         build.
     """
-    cutting = _choose(header)
+    _check_vocabulary(header)
     tokens: list[str] = _required(header, "tokenizer.ggml.tokens")
+    tokenizer = _build_model(header, tokens)
+    _add_marked_tokens(tokenizer, header, tokens)
+    _add_bos(tokenizer, header, tokens)
+    return tokenizer
+
+
+def _build_model(header: GgufHeader, tokens: list[str]) -> Tokenizer:
+    """Without the tokens that are found before all else."""
+    if header.metadata["tokenizer.ggml.model"] == "llama":
+        return build_sentencepiece(
+            tokens,
+            scores=_required(header, "tokenizer.ggml.scores"),
+            types=_required(header, "tokenizer.ggml.token_type"),
+            prefix_space=bool(header.metadata.get("tokenizer.ggml.add_space_prefix", True)),
+            file=header.file,
+        )
+    cutting = _choose(header)
     merges = [tuple(merge.split(" ", 1)) for merge in _required(header, "tokenizer.ggml.merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
@@ -87,12 +106,11 @@ def build_tokenizer(header: GgufHeader) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = cutting.split()
     tokenizer.decoder = decoders.ByteLevel()
-    _add_marked_tokens(tokenizer, header, tokens)
-    _add_bos(tokenizer, header, tokens)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     return tokenizer
 
 
-def _choose(header: GgufHeader) -> _PreTokenization:
+def _check_vocabulary(header: GgufHeader) -> None:
     vocabulary = header.metadata.get("tokenizer.ggml.model")
     if vocabulary not in SUPPORTED_VOCABULARIES:
         raise model_path_error(
@@ -100,6 +118,9 @@ def _choose(header: GgufHeader) -> _PreTokenization:
             f"{', '.join(SUPPORTED_VOCABULARIES)}",
             reason="TOKENIZER_UNSUPPORTED",
         )
+
+
+def _choose(header: GgufHeader) -> _PreTokenization:
     name = header.metadata.get("tokenizer.ggml.pre", "default")
     if name not in _PRE_TOKENIZATIONS:
         raise model_path_error(
@@ -136,22 +157,26 @@ def _add_marked_tokens(tokenizer: Tokenizer, header: GgufHeader, tokens: list[st
 
 
 def _add_bos(tokenizer: Tokenizer, header: GgufHeader, tokens: list[str]) -> None:
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    if header.metadata.get("tokenizer.ggml.add_bos_token", False):
+    if adds_bos(header):
         bos_id = header.metadata["tokenizer.ggml.bos_token_id"]
         bos = tokens[bos_id]
         first = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, bos_id)]
         )
-        tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), first])
+        before = tokenizer.post_processor
+        tokenizer.post_processor = first if before is None else processors.Sequence([before, first])
+
+
+def adds_bos(header: GgufHeader) -> bool:
+    """Whether a token of beginning is put in front of every text: sentencepiece's models do by default."""
+    default = header.metadata.get("tokenizer.ggml.model") == "llama"
+    return bool(header.metadata.get("tokenizer.ggml.add_bos_token", default))
 
 
 def read_tokenizer_config(header: GgufHeader) -> dict[str, Any]:
     """tokenizer_config.json: the chat template and the names of the tokens that it uses."""
     tokens: list[str] = _required(header, "tokenizer.ggml.tokens")
-    config: dict[str, Any] = {
-        "add_bos_token": bool(header.metadata.get("tokenizer.ggml.add_bos_token", False))
-    }
+    config: dict[str, Any] = {"add_bos_token": adds_bos(header)}
     for word, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is not None and 0 <= token_id < len(tokens):

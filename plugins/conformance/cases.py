@@ -157,9 +157,26 @@ def _attention_decode(make: Maker) -> Parts:
         "kv_cache": _cache(make, tables),
         "page_table": page_table,
         "lengths": lengths,
-        "mask": make.shaped("mask", mask),
     }
+    if make.takes("mask"):
+        inputs["mask"] = make.shaped("mask", mask)
     return inputs, {"scale": sizes["D"] ** -0.5}
+
+
+def _bounded(plain: Parts, make: Maker, length: int) -> Parts:
+    """A window of about a third, and scores under a cap that bends most; one class each without."""
+    inputs, attributes = plain
+    window = 0 if make.class_name == "odd" else length // 3 + 1
+    soft_cap = 0.0 if "gqa8" in make.class_name else 2.0
+    return inputs, {**attributes, "window": window, "soft_cap": soft_cap}
+
+
+def _attention_prefill_bounded(make: Maker) -> Parts:
+    return _bounded(_attention_prefill(make), make, make.sizes["X"] + make.sizes["T"])
+
+
+def _attention_decode_bounded(make: Maker) -> Parts:
+    return _bounded(_attention_decode(make), make, make.sizes["M"] * make.sizes["S"])
 
 
 def _cache(make: Maker, sequences: list[tuple[Tensor, int]]) -> Tensor:
@@ -214,6 +231,9 @@ _MAKERS: dict[str, Callable[[Maker], Parts]] = {
     "write_kv": _write_kv,
     "attention_prefill": _attention_prefill,
     "attention_decode": _attention_decode,
+    "gelu_mul": _silu_mul,
+    "attention_prefill_bounded": _attention_prefill_bounded,
+    "attention_decode_bounded": _attention_decode_bounded,
     "argmax": _argmax,
     "sample": _sample,
     "qkv_rotary": _qkv_rotary,

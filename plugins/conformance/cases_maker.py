@@ -42,6 +42,10 @@ class Maker:
         dtype: torch.dtype = getattr(torch, self._dtypes.get(spec.dtype, spec.dtype))
         return values.to(dtype)
 
+    def takes(self, name: str) -> bool:
+        """Whether the operator has an input of that name."""
+        return name in self._specs
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of that input."""
         return self._specs[name].sizes(self.sizes)

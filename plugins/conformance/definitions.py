@@ -4,6 +4,7 @@ tolerance. Products and experts: definitions_products and definitions_experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -98,6 +99,15 @@ def _silu_mul(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
     return (Expected(value, value.abs(), (1 + gate.abs()) * value.abs(), underflow),)
 
 
+def _gelu_mul(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
+    size = inputs["gate_up"].shape[-1] // 2
+    gate, up = inputs["gate_up"][..., :size], inputs["gate_up"][..., size:]
+    # (1 + tanh z) / 2 is the logistic function of 2 z: no difference of equals here.
+    argument = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    value = gate / (1 + (-2 * argument).exp()) * up
+    return (Expected(value, value.abs(), (gate * up).abs(), (1 + gate.abs()) * (1 + up.abs())),)
+
+
 def _write_kv(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
     cache = inputs["kv_cache"].clone()
     page = cache.shape[2]
@@ -109,14 +119,12 @@ def _write_kv(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
 
 def _attention_prefill(inputs: Inputs, attributes: Attributes) -> tuple[Expected, ...]:
     query, start = inputs["query"], attributes["start"]
-    return (_attended(query, inputs["kv_cache"], inputs["page_ids"], start, attributes["scale"]),)
+    return (_attended(query, inputs["kv_cache"], inputs["page_ids"], int(start), attributes),)
 
 
 def _attention_decode(inputs: Inputs, attributes: Attributes) -> tuple[Expected, ...]:
     rows = [
-        _attended(
-            inputs["query"][row : row + 1], inputs["kv_cache"], table, int(length) - 1, attributes["scale"]
-        )
+        _attended(inputs["query"][row : row + 1], inputs["kv_cache"], table, int(length) - 1, attributes)
         for row, (table, length) in enumerate(zip(inputs["page_table"], inputs["lengths"], strict=True))
     ]
     value, rounded, summed = (
@@ -125,8 +133,14 @@ def _attention_decode(inputs: Inputs, attributes: Attributes) -> tuple[Expected,
     return (Expected(value, rounded, summed),)
 
 
-def _attended(query: Tensor, kv_cache: Tensor, page_ids: Tensor, start: int, scale: float) -> Expected:
-    """Softmax attention of tokens at positions start, start + 1, ... over the cells up to each."""
+def _attended(
+    query: Tensor, kv_cache: Tensor, page_ids: Tensor, start: int, attributes: Attributes
+) -> Expected:
+    """Softmax attention of tokens at positions start, start + 1, ... over the cells up to each; of those
+    the last `window`, scores bent under `soft_cap`, where they are given and not 0.
+    """
+    scale, window = attributes["scale"], int(attributes.get("window", 0))
+    soft_cap = attributes.get("soft_cap", 0.0)
     count, heads, _ = query.shape
     length = start + count
     page = kv_cache.shape[2]
@@ -137,7 +151,12 @@ def _attended(query: Tensor, kv_cache: Tensor, page_ids: Tensor, start: int, sca
     )
     rows = query.transpose(0, 1)
     seen = torch.arange(length).unsqueeze(0) <= torch.arange(start, length).unsqueeze(1)
-    scores = (rows @ keys.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
+    if window:
+        seen &= torch.arange(length).unsqueeze(0) > torch.arange(start, length).unsqueeze(1) - window
+    scores = rows @ keys.transpose(1, 2) * scale
+    if soft_cap:
+        scores = soft_cap * (scores / soft_cap).tanh()
+    scores = scores.masked_fill(~seen, float("-inf"))
     weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
     weights = weights / weights.sum(dim=-1, keepdim=True)
     magnitudes = (rows.abs() @ keys.abs().transpose(1, 2) * scale).masked_fill(~seen, 0.0)
@@ -164,6 +183,9 @@ _DEFINITIONS: dict[str, Callable[[Inputs, Attributes], tuple[Expected, ...]]] = 
     "write_kv": _write_kv,
     "attention_prefill": _attention_prefill,
     "attention_decode": _attention_decode,
+    "gelu_mul": _gelu_mul,
+    "attention_prefill_bounded": _attention_prefill,
+    "attention_decode_bounded": _attention_decode,
     "argmax": _argmax,
     "qkv_rotary": _qkv_rotary,
     "moe_route": definitions_experts.route,

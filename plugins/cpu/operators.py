@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plugins.cpu.memory import PackedWeight
+from plugins.sdk import torch_attention
 from plugins.sdk.operators import OperatorSet
 from plugins.sdk.reference import quantized, routing, sampling
 
@@ -110,6 +111,37 @@ class CpuOperators(OperatorSet):
             scale=scale,
         )
         return attended.reshape(rows, heads, size)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """Two passes, no concatenation."""
+        half = gate_up.shape[-1] // 2
+        return functional.gelu(gate_up[..., :half], approximate="tanh").mul_(gate_up[..., half:])
+
+    def attention_prefill_bounded(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        page_ids: Tensor,
+        start: int,
+        scale: float,
+        window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        """Two products over the gathered pages that the window reaches."""
+        return torch_attention.prefill_bounded(query, kv_cache, page_ids, start, scale, window, soft_cap)
+
+    def attention_decode_bounded(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        """All rows at once, of each the pages that its window reaches."""
+        return torch_attention.decode_bounded(query, kv_cache, page_table, lengths, scale, window, soft_cap)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """torch's own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,15 @@ from plugins.cpu.native.library import (
     ENCODINGS,
     MATRICES,
     PHASES,
+    RUN_FIELDS,
     SETTINGS,
     VECTORS,
     Sizes,
     StepArguments,
     StepLibrary,
 )
-from plugins.sdk.runner import FloatArray, IntArray
+from plugins.cpu.phase_times import describe_phases
+from plugins.sdk.runner import AllowedTokens, FloatArray, IntArray
 from plugins.sdk.step_program import (
     A8,
     LLAMA,
@@ -36,6 +39,7 @@ from plugins.sdk.step_program import (
     StepProgramCapability,
     StoredMatrix,
 )
+from plugins.sdk.timing import OperatorTimes, StopTiming
 
 log = get_logger(__name__)
 
@@ -87,6 +91,7 @@ class CpuStepProgram(StepProgram):
         self._int8 = quantization == A8
         self._rounding = 0
         self._kernels = library.find_kernels(instruction_set.encode())
+        self._implementation = f"native step kernel, {instruction_set or library.instruction_set}"
         sizes = Sizes(
             shape.layers,
             shape.hidden,
@@ -160,8 +165,25 @@ class CpuStepProgram(StepProgram):
         ) = (each.ctypes.data for each in arrays)
         arguments.logits = logits.ctypes.data
         arguments.sampled_slots = slots if self._take_settings(inputs.draws) else None
+        # Kept until the call is over: the kernel has pointers into it.
+        bits = None if inputs.allowed is None else self._point_at(inputs.allowed, count)
+        if bits is None:
+            arguments.allowed_rows = arguments.allowed = None
         _check(self._library.run(self._program, ctypes.byref(arguments)), "a step")
         return ProgramOutputs(logits, chosen if inputs.draws is not None else None)
+
+    def _point_at(self, allowed: AllowedTokens, count: int) -> AllowedTokens:
+        """Hand the kernel what rows may take; its own copy where the arrays do not lie as it reads them.
+
+        Raises:
+            InvalidArgument: their shapes are not those of this step, which would be read past their end.
+        """
+        rows, words = _plain(allowed.rows), np.ascontiguousarray(allowed.words, dtype=np.uint32)
+        width = -(-self._shape.vocab_size // 32)
+        if words.ndim != 2 or words.shape[1] != width or len(rows) != count or (rows >= len(words)).any():
+            raise InvalidArgument("allowed tokens do not fit the step's rows and vocabulary", field="plan")
+        self._arguments.allowed_rows, self._arguments.allowed = rows.ctypes.data, words.ctypes.data
+        return AllowedTokens(rows, words)
 
     def _take_settings(self, draws: DrawSettings | None) -> bool:
         """Point at the slots' settings, which stay where they are; whether there are any."""
@@ -174,11 +196,19 @@ class CpuStepProgram(StepProgram):
             self._draws = draws
         return draws is not None
 
-    def take_profile(self) -> dict[str, float]:
-        """Seconds of each phase of the steps since the last call, for benchmarks."""
-        seconds = np.zeros(len(PHASES))
-        self._library.take_profile(self._program, seconds.ctypes.data)
-        return dict(zip(PHASES, seconds.tolist(), strict=True))
+    def start_timing(self, *, most_runs: int) -> StopTiming:
+        """Time the phases of steps by the first thread's clock; results stay bitwise the same."""
+        status = self._library.start_timing(self._program, most_runs)
+        _check(status, f"the times of {most_runs} phases")
+        return partial(self._stop_timing, most_runs)
+
+    def _stop_timing(self, most_runs: int) -> OperatorTimes:
+        calls, seconds = np.zeros(len(PHASES), dtype=np.int64), np.zeros(len(PHASES))
+        runs = np.zeros((most_runs, RUN_FIELDS), dtype=np.int64)
+        taken = self._library.stop_timing(
+            self._program, calls.ctypes.data, seconds.ctypes.data, runs.ctypes.data
+        )
+        return describe_phases(calls.tolist(), seconds.tolist(), runs[:taken], program=self._implementation)
 
     def multiply(self, matrix: str, x: FloatArray, *, layer: int = 0) -> FloatArray:
         """One product by itself, for benchmarks and tests.

@@ -15,6 +15,7 @@ from plugins.cuda import quantised
 from plugins.cuda.attention import Attention
 from plugins.cuda.norms import Norms
 from plugins.cuda.runtime import Runtime
+from plugins.sdk import torch_attention
 from plugins.sdk.memory import MemoryManager
 from plugins.sdk.operators import OperatorSet
 from plugins.sdk.reference import operators as reference
@@ -84,6 +85,37 @@ class CudaOperators(OperatorSet):
     ) -> Tensor:
         """As chosen at start; lengths say what the mask says."""
         return self._attention.decode(query, kv_cache, page_table, lengths, scale)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """Two launches, no concatenation."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh").mul_(up)
+
+    def attention_prefill_bounded(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        page_ids: Tensor,
+        start: int,
+        scale: float,
+        window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        """torch's products over the gathered pages that the window reaches."""
+        return torch_attention.prefill_bounded(query, kv_cache, page_ids, start, scale, window, soft_cap)
+
+    def attention_decode_bounded(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        """The same for all rows at once, without waiting for their lengths."""
+        return torch_attention.decode_bounded(query, kv_cache, page_table, lengths, scale, window, soft_cap)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """torch's own, which promises the first among equals."""

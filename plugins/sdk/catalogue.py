@@ -139,6 +139,9 @@ _ADD_NORM_TOLERANCE = Tolerance(roundings=3, rounded="|y|, and its sum's roundin
 _SUM_TOLERANCE = Tolerance(roundings=1, rounded="|x + residual|")
 _ROTARY_TOLERANCE = Tolerance(roundings=3, rounded="|first cos| + |second sin|, or as the half has it")
 _GATE_TOLERANCE = Tolerance(roundings=2, rounded="|y|", terms="1", summed="(1 + |gate|) |y|")
+_GELU_TOLERANCE = Tolerance(
+    roundings=2, rounded="|y|", terms="4", summed="|gate| |up|: below 0, 1 + tanh is a difference of equals"
+)
 _ATTENTION = "sum of p |v| * (1 + 2 * the largest |q| |k| * scale): an error of a score moves its weight"
 _PREFILL_TOLERANCE = Tolerance(
     roundings=3, rounded="sum of p |v|: weights, sum and result", terms="D+X+T", summed=_ATTENTION
@@ -311,6 +314,48 @@ CATALOGUE: dict[str, OpSpec] = {
                 TensorSpec("mask", ("B", "M*S")),
             ),
             attributes=(AttributeSpec("scale", "float"),),
+            outputs=(TensorSpec("attended", ("B", "H", "D"), tolerance=_DECODE_TOLERANCE),),
+            shape_classes=_DECODE,
+            constraints=("H % G == 0",),
+            structural=("D", "S"),
+        ),
+        OpSpec(
+            name="gelu_mul",
+            summary="gelu(gate) * up, gelu by its approximation with tanh",
+            inputs=(TensorSpec("gate_up", ("T", "2*I")),),
+            outputs=(TensorSpec("y", ("T", "I"), tolerance=_GELU_TOLERANCE),),
+            shape_classes=_GATE,
+            fused_from=("gelu", "mul"),
+        ),
+        OpSpec(
+            name="attention_prefill_bounded",
+            summary="attention_prefill within a sliding window, scores under a soft cap",
+            inputs=(TensorSpec("query", ("T", "H", "D")), _CACHE, TensorSpec("page_ids", ("M",), "int64")),
+            attributes=(
+                AttributeSpec("start", "int"),
+                AttributeSpec("scale", "float"),
+                AttributeSpec("window", "int"),
+                AttributeSpec("soft_cap", "float"),
+            ),
+            outputs=(TensorSpec("attended", ("T", "H", "D"), tolerance=_PREFILL_TOLERANCE),),
+            shape_classes=_PREFILL,
+            constraints=("H % G == 0",),
+            structural=("D", "S"),
+        ),
+        OpSpec(
+            name="attention_decode_bounded",
+            summary="attention_decode within a sliding window, scores under a soft cap",
+            inputs=(
+                TensorSpec("query", ("B", "H", "D")),
+                _CACHE,
+                TensorSpec("page_table", ("B", "M"), "int64"),
+                TensorSpec("lengths", ("B",), "int64"),
+            ),
+            attributes=(
+                AttributeSpec("scale", "float"),
+                AttributeSpec("window", "int"),
+                AttributeSpec("soft_cap", "float"),
+            ),
             outputs=(TensorSpec("attended", ("B", "H", "D"), tolerance=_DECODE_TOLERANCE),),
             shape_classes=_DECODE,
             constraints=("H % G == 0",),

@@ -33,6 +33,9 @@ _PARTS: dict[str, Callable[..., Any]] = {
     "write_kv": reference.write_kv,
     "attention_prefill": reference.attention_prefill,
     "attention_decode": reference.attention_decode,
+    "gelu_mul": reference.gelu_mul,
+    "attention_prefill_bounded": reference.attention_prefill_bounded,
+    "attention_decode_bounded": reference.attention_decode_bounded,
     "argmax": sampling.argmax,
     "sample": sampling.sample,
     "moe_route": moe_route,
@@ -121,6 +124,38 @@ class OperatorSet(ContractClass, contract=True):
     ) -> Tensor:
         """Attention of one token of each sequence."""
         return reference.attention_decode(query, kv_cache, page_table, lengths, mask, scale)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """The gate of a gated feed-forward layer with gelu."""
+        return reference.gelu_mul(gate_up)
+
+    def attention_prefill_bounded(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        page_ids: Tensor,
+        start: int,
+        scale: float,
+        window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        """Causal attention within a window, scores under a soft cap; 0: without that bound."""
+        return reference.attention_prefill_bounded(query, kv_cache, page_ids, start, scale, window, soft_cap)
+
+    def attention_decode_bounded(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        """Attention of one token of each sequence, bounded likewise."""
+        return reference.attention_decode_bounded(
+            query, kv_cache, page_table, lengths, scale, window, soft_cap
+        )
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Greedy sampling."""

@@ -10,12 +10,17 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from meshkit.constraints.form import Constraint
+from plugins.sdk.timing import StopTiming
+
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+WordArray = npt.NDArray[np.uint32]
 Progress = Callable[[str, float], None]
 """Called with a stage name for people and a fraction in [0, 1]."""
 
@@ -37,6 +42,10 @@ class SamplingSettings:
     logprobs: bool
     suppressed_token_ids: Sequence[int]
     min_tokens: int
+    constraint: Constraint | None = None
+    """The shell follows it, and each step tells by `StepBatch.allowed` what it leaves: a runner need not look
+    at it.
+    """
 
     @property
     def needs_history(self) -> bool:
@@ -57,7 +66,7 @@ class SlotAdmission:
     prompt_token_ids: Sequence[int]
     """Only where `sampling.needs_history`, else empty."""
     output_token_ids: Sequence[int]
-    """Only where `sampling.needs_history`, else empty."""
+    """Only where `sampling.needs_history` or there is a constraint, else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +96,27 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """What the rows that sample may take, in their order: decode rows, then sampling prefill rows."""
+
+    rows: IntArray
+    """Shape [r]: the row's index in `words`, or -1 where it may take every token."""
+    words: WordArray
+    """Shape [m, vocab / 32, rounded up]: token i is allowed where bit i % 32 of word i // 32 is set; at least
+    one is.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One forward pass: decode rows first, then prefill rows."""
+    """One forward pass: decode rows first, then prefill rows.
+
+    allowed: None where every row may take every token; always so where the runner does not take constraints.
+    """
 
     decode: DecodeRows | None
     prefill: Sequence[PrefillRow]
+    allowed: AllowedTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +172,8 @@ class LoadedModel:
     kv_cache_dtype: str
     kv_layout: str
     eos_token_ids: Sequence[int] = ()
+    tokenizer_file: str = ""
+    """tokenizer.json of the model, "" where it has none: what constraints are followed by."""
     operators: Sequence[OperatorDecision] = field(default=())
 
 
@@ -167,6 +194,9 @@ class LoadOptions:
 
 class ModelRunner(abc.ABC):
     """Runs one model on one device."""
+
+    takes_constraints: ClassVar[bool] = False
+    """Whether `run_step` keeps to `StepBatch.allowed`, and samples after its last row's logits are there."""
 
     @abc.abstractmethod
     def load(self, options: LoadOptions, progress: Progress) -> LoadedModel:
@@ -195,3 +225,10 @@ class ModelRunner(abc.ABC):
     @abc.abstractmethod
     def unload(self) -> None:
         """Free weights and pages. Idempotent."""
+
+    def start_timing(self, *, most_runs: int) -> StopTiming | None:
+        """Time the operators of the steps to come, without changing what they make; None: only steps as a
+        whole can be timed here. most_runs: runs that are told one by one; of all others the sums.
+        """
+        del most_runs
+        return None

@@ -16,7 +16,14 @@ from torch import Tensor
 from plugins.sdk.operator_table import OperatorBinder
 from plugins.sdk.reference import sampling
 from plugins.sdk.reference.philox import uniforms
-from plugins.sdk.runner import FloatArray, IntArray, RowFailure, SamplingSettings, SlotAdmission
+from plugins.sdk.runner import (
+    AllowedTokens,
+    FloatArray,
+    IntArray,
+    RowFailure,
+    SamplingSettings,
+    SlotAdmission,
+)
 from plugins.sdk.step_program import DrawSettings
 
 BoolArray = npt.NDArray[np.bool_]
@@ -123,14 +130,19 @@ class SlotSampling:
         self._settings.clear()
         self._histories.clear()
 
-    def sample(self, logits: Tensor, slots: IntArray, operators: Samplers) -> Sampled:
+    def sample(
+        self, logits: Tensor, slots: IntArray, operators: Samplers, allowed: AllowedTokens | None = None
+    ) -> Sampled:
         """One token for each row; logits [r, vocab], slots [r]. Keeps it as the slot's last one.
 
-        A row with a logit that is not finite fails alone, with reason NON_FINITE_LOGITS.
+        allowed: of the same rows. A row with a logit that is not finite fails alone, with reason
+        NON_FINITE_LOGITS.
         """
         logits = logits.float()
         finite = sampling.finite_rows(logits).cpu().numpy()
         failures: list[RowFailure] = []
+        if allowed is not None:
+            logits = _without_others(logits, allowed)
         if not finite.all():
             failures = [_non_finite(int(slot)) for slot in slots[~finite]]
             logits, slots = logits[torch.from_numpy(finite).to(logits.device)], slots[finite]
@@ -192,7 +204,9 @@ class SlotSampling:
             )
         if settings.logit_bias:
             logits = sampling.apply_bias(logits, settings.logit_bias)
-        if self._output_count[slot] < settings.min_tokens and settings.suppressed_token_ids:
+        # A constraint's own bits have left them out already, where it can go on without them.
+        suppresses = settings.constraint is None and self._output_count[slot] < settings.min_tokens
+        if suppresses and settings.suppressed_token_ids:
             logits = sampling.suppress(logits, settings.suppressed_token_ids)
         return logits
 
@@ -224,6 +238,17 @@ class SlotSampling:
         rows = torch.from_numpy(np.flatnonzero(asked)).to(logits.device)
         values[asked] = sampling.token_logprobs(logits[rows], chosen[rows]).cpu().numpy()
         return values
+
+
+def _without_others(logits: Tensor, allowed: AllowedTokens) -> Tensor:
+    """Logits [r, vocab] with minus infinity for what rows may not take."""
+    bound = np.flatnonzero(allowed.rows >= 0)
+    words = np.ascontiguousarray(allowed.words[allowed.rows[bound]])
+    # On the host: not every chip shifts integers, and bits and bytes are both small beside the logits.
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+    rows = torch.from_numpy(bound).to(logits.device)
+    kept = sampling.keep_allowed(logits[rows], torch.from_numpy(bits.view(np.bool_)).to(logits.device))
+    return logits.index_copy(0, rows, kept)
 
 
 def _non_finite(slot: int) -> RowFailure:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plugins.sdk.runner import FloatArray, IntArray
+from plugins.sdk.runner import AllowedTokens, FloatArray, IntArray
+from plugins.sdk.timing import StopTiming
 
 LLAMA = "llama"
 """Decoder layers of rms_norm, grouped-query attention with rotary positions over all of a head, add_rms_norm,
@@ -151,7 +152,8 @@ class ProgramInputs:
     token_ids, positions, sequences [t]: `sequences` is each token's row of `tables`. tables [s, width]:
     pages, good up to each sequence's last position. Tokens of one sequence follow each other in order of
     position. sampled_rows, sampled_slots [r]: index among the tokens, and slot in `draws`. draws: None where
-    the caller samples by itself.
+    the caller samples by itself. allowed: where given, rows that draws may give a token of theirs only; the
+    same tokens come out as with the logits of all others at minus infinity.
     """
 
     token_ids: IntArray
@@ -161,6 +163,7 @@ class ProgramInputs:
     sampled_rows: IntArray
     sampled_slots: IntArray
     draws: DrawSettings | None
+    allowed: AllowedTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,3 +196,12 @@ class StepProgram(abc.ABC):
     @abc.abstractmethod
     def run(self, inputs: ProgramInputs) -> ProgramOutputs:
         """One forward pass: writes the cache. Raises MemoryError where there is none left for a step."""
+
+    def start_timing(self, *, most_runs: int) -> StopTiming | None:
+        """Time what steps consist of, from the next `run` on, without changing what they make; None: it
+        cannot.
+
+        most_runs: runs that are told one by one; of all others the sums.
+        """
+        del most_runs
+        return None

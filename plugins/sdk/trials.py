@@ -260,6 +260,18 @@ def _silu_mul(make: TrialMaker) -> Inputs:
     return {"gate_up": make.random(1, 5, 2 * make.sizes.inner, factor=2.0)}
 
 
+def _gelu_mul(make: TrialMaker) -> Inputs:
+    return {"gate_up": make.random(1, 5, 2 * make.sizes.inner, factor=2.0)}
+
+
+def _bounded(make_plain: MakeInputs, window: int, soft_cap: float) -> MakeInputs:
+    def made(make: TrialMaker) -> Inputs:
+        plain = {name: value for name, value in make_plain(make).items() if name != "mask"}
+        return {**plain, "window": window, "soft_cap": soft_cap}
+
+    return made
+
+
 def _write_kv(make: TrialMaker) -> Inputs:
     """Rows that cross pages, among cells that nobody may touch."""
     page, groups, size = make.sizes.page, make.sizes.groups, make.sizes.size
@@ -412,6 +424,9 @@ TRIALS: Mapping[str, Sequence[MakeInputs]] = {
     "write_kv": (_write_kv,),
     "attention_prefill": (_prefill(0, 0, 7), _prefill(0, 0, 0), _prefill(1, 5, 20)),
     "attention_decode": (_decode, _decode_long),
+    "gelu_mul": (_gelu_mul,),
+    "attention_prefill_bounded": (_bounded(_prefill(0, 0, 7), 3, 0.0), _bounded(_prefill(1, 5, 20), 9, 2.0)),
+    "attention_decode_bounded": (_bounded(_decode, 5, 0.0), _bounded(_decode_long, 0, 2.0)),
     "argmax": (_argmax,),
     "sample": (_sample,),
     "qkv_rotary": (_qkv_rotary,),

@@ -63,6 +63,9 @@ class AdmissionDesk:
         pages = self._pool.take(known - cached + self._pages_ahead(ticket, known, cached))
         assert pages is not None
         ticket.was_overdue = self._waiting.is_overdue(ticket)
+        self._waiting.charge(
+            ticket.request.owner, prompt_tokens=ticket.request.length - cached * self._limits.page_size
+        )
         self._waiting.remove(ticket)
         ticket.move(Move.ADMIT)
         seat = ticket.seat = Seat.of(

@@ -19,6 +19,7 @@ from scheduler_svc.core.neighbours import Neighbours
 from scheduler_svc.core.output_reserve import OutputReserve
 from scheduler_svc.core.page_pool import PagePool
 from scheduler_svc.core.policy import SchedulePolicy
+from scheduler_svc.core.queue_bounds import QueueTally
 from scheduler_svc.core.request_state import Move, State
 from scheduler_svc.core.retraction import least_progressed
 from scheduler_svc.core.seat import Seat, Ticket
@@ -130,6 +131,11 @@ class Batcher:
         return len(self._waiting) + len(self._suspects)
 
     @property
+    def queue(self) -> QueueTally:
+        """What waits in the queue, and of whom."""
+        return self._waiting.tally
+
+    @property
     def pages(self) -> PageCounts:
         """Pages by owner."""
         return self._pool.counts(self._slots.holders())
@@ -146,7 +152,8 @@ class Batcher:
 
     def fits(self, request: Request) -> bool:
         """Whether the replica could ever make a token of this request."""
-        return request.length < self.room_tokens
+        able = self.limits.takes_constraints or not request.is_constrained
+        return able and request.length < self.room_tokens
 
     def matched_tokens(self, request: Request, *, key: bytes | None = None) -> int:
         """Tokens of a request that are cached here. `key`: its `token_key`, where the caller has it."""
@@ -495,6 +502,8 @@ class Batcher:
                 self._waiting.remove(ticket)
             self._may_admit = True  # It may have been the one that found no room.
         elif ticket.seat is not None:
+            made = len(ticket.request.output) - ticket.seat.output_count
+            self._waiting.charge(ticket.request.owner, output_tokens=made)
             ticket.seat.is_dropped = True
             if ticket.state is not State.LEAVING:
                 self._leave_slot(ticket.seat)

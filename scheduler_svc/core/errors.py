@@ -61,11 +61,12 @@ class FellBehind(SchedulerError):
 
 
 class QueueFull(SchedulerError):
-    """As many requests wait as may wait."""
+    """As much waits as may wait. what: requests or tokens, of which `limit` may wait."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, waiting: int, what: str) -> None:
         self.limit = limit
-        super().__init__(f"{limit} requests wait already, as many as may (max_queued_requests); retry later")
+        self.what = what
+        super().__init__(f"{waiting} {what} wait already; {limit} may (max_queued_{what})")
 
 
 class RequestTooLarge(SchedulerError):
@@ -80,6 +81,17 @@ class RequestTooLarge(SchedulerError):
         super().__init__(
             f"the request has {tokens} tokens; the replica has room for {room_tokens} with those still to be "
             f"made, so at most {max(0, room_tokens - 1)} fit. Shorten the prompt"
+        )
+
+
+class CannotConstrain(SchedulerError):
+    """A request whose output has to have a given form, and no ready replica of its model can follow one."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        super().__init__(
+            f"no replica of model {model!r} can give its output a form, the workers' logs say why; ask "
+            "without one"
         )
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.affinity import Affinity
 from scheduler_svc.core.batcher import Batcher
-from scheduler_svc.core.errors import QueueFull, RequestTooLarge, UnknownModel, UnknownReplica
+from scheduler_svc.core.errors import CannotConstrain, RequestTooLarge, UnknownModel, UnknownReplica
 from scheduler_svc.core.placement import ALLOWED_IMBALANCE, Candidate, WeightedTurns, choose_replica
 from scheduler_svc.core.policy import make_policy
+from scheduler_svc.core.queue_bounds import QueueBounds, QueueTally
 from scheduler_svc.core.sessions import Sessions
 from scheduler_svc.core.structures import (
     Event,
@@ -64,7 +65,7 @@ class _Group:
 
     def takers(self, request: Request) -> list[Batcher]:
         """Batchers that can take a request."""
-        if request.length < self.common_room:
+        if request.length < self.common_room and not request.is_constrained:
             return self.ready
         return [batcher for batcher in self.ready if batcher.fits(request)]
 
@@ -134,21 +135,28 @@ class MeshSnapshot:
 class MeshCore:
     """Places requests on replicas; what happens there is the Batchers' business.
 
-    policy: name of a schedule policy, for every replica. max_queued_requests: requests without a slot, over
-    all queues, before new ones are refused. conservativeness: of every Batcher.
+    policy: name of a schedule policy, for every replica. max_queued_requests, max_queued_tokens: requests
+    without a slot, and their tokens, over all queues, before new ones are refused (queue_bounds.py).
+    conservativeness: of every Batcher.
     """
 
     def __init__(
-        self, *, policy: str = "fcfs", max_queued_requests: int = 1024, conservativeness: float = 1.0
+        self,
+        *,
+        policy: str = "fcfs",
+        max_queued_requests: int = 1024,
+        max_queued_tokens: int = 4 * 1024 * 1024,
+        conservativeness: float = 1.0,
     ) -> None:
         make_policy(policy)  # An unknown name is refused here, not when the first replica comes.
         self._policy = policy
-        self._max_queued_requests = max_queued_requests
+        self._bounds = QueueBounds(max_requests=max_queued_requests, max_tokens=max_queued_tokens)
         self._conservativeness = conservativeness
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[ReplicaId, _Group] = {}
         self._turns: dict[str, WeightedTurns] = {}
         self._unplaced: dict[RequestId, Request] = {}
+        self._unplaced_tally = QueueTally()
         self._sessions = Sessions()
 
     def __repr__(self) -> str:
@@ -261,7 +269,7 @@ class MeshCore:
             if request.deaths >= MAX_DEATHS or request.deaths_in_all >= MAX_DEATHS_IN_ALL:
                 events.append(_poisoned(request))
             else:
-                self._unplaced[request.id] = request
+                self._hold(request)
         return events + self._place_waiting()
 
     def admit_replica(self, replica: ReplicaId) -> list[Event]:
@@ -307,31 +315,37 @@ class MeshCore:
 
         Raises:
             UnknownModel: no group serves its model.
-            QueueFull: as many wait as may.
+            QueueFull: as much waits as may.
             RequestTooLarge: there are ready replicas, and it fits none of them.
         """
         models = {group.model for group in self._groups.values()}
         if request.model not in models:
             raise UnknownModel(request.model, models)
-        if self._is_full():
-            raise QueueFull(self._max_queued_requests)
+        self._bounds.check(self._queues(), owner=request.owner, tokens=request.length)
         placed = self._place(request)
         if placed is None:
-            self._unplaced[request.id] = request
+            self._hold(request)
         return placed
 
-    def _is_full(self) -> bool:
-        """Whether as many requests wait as may. Counted only where so many requests are here at all."""
-        live = self.waiting + sum(
-            [batcher.load for group in self._groups.values() for batcher in group.ready]
-        )
-        if live < self._max_queued_requests:
-            return False
-        return self.waiting + sum(each.waiting for each in self._batchers()) >= self._max_queued_requests
+    def _queues(self) -> list[QueueTally]:
+        """What waits, queue by queue; those that no replica could take yet are one more."""
+        return [self._unplaced_tally, *(batcher.queue for batcher in self._batchers())]
+
+    def _hold(self, request: Request) -> None:
+        """It waits for a replica that can take it."""
+        self._unplaced[request.id] = request
+        self._unplaced_tally.add(request.owner, request.length)
+
+    def _let_go(self, request: Request) -> bool:
+        """It waits for none any more; whether it did."""
+        held = self._unplaced.pop(request.id, None) is not None
+        if held:
+            self._unplaced_tally.remove(request.owner, request.length)
+        return held
 
     def cancel(self, request: Request) -> list[Event]:
         """End a request, wherever it is. Idempotent: without effect once it has had its last event."""
-        if self._unplaced.pop(request.id, None) is not None:
+        if self._let_go(request):
             return [Finished(request, FinishReason.CANCELLED)]
         for batcher in self._batchers():
             events = batcher.cancel(request)
@@ -368,9 +382,15 @@ class MeshCore:
         return [each for each in self._groups.values() if each.model == request.model and each.weight > 0]
 
     def _check_size(self, request: Request) -> None:
-        """A request that no ready replica of its model can hold is told so, rather than left to wait."""
-        rooms = [batcher.room_tokens for group in self._serving(request) for batcher in group.ready]
-        if rooms:
+        """A request that no ready replica of its model can hold, or whose form none can follow, is told so,
+        rather than left to wait.
+        """
+        ready = [batcher for group in self._serving(request) for batcher in group.ready]
+        able = [each for each in ready if each.limits.takes_constraints or not request.is_constrained]
+        if ready and not able:
+            raise CannotConstrain(request.model)
+        if able:
+            rooms = [batcher.room_tokens for batcher in able]
             raise RequestTooLarge(tokens=request.length, room_tokens=max(rooms))
 
     def _place_waiting(self) -> list[Event]:
@@ -383,8 +403,11 @@ class MeshCore:
             except RequestTooLarge as error:
                 events.append(Failed(request, "REQUEST_TOO_LARGE", str(error)))
                 is_placed = True
+            except CannotConstrain as error:
+                events.append(Failed(request, "CONSTRAINT_UNSUPPORTED", str(error)))
+                is_placed = True
             if is_placed:
-                del self._unplaced[request.id]
+                self._let_go(request)
         return events
 
     # ------------------------------------------------------------ seeing it

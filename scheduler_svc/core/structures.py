@@ -47,6 +47,8 @@ class Request:
     salt: str = ""
     needs_history: bool = False
     """The sampler needs the tokens themselves (penalties), not only their number."""
+    is_constrained: bool = False
+    """Its output has a given form; not every replica can follow one."""
     deaths: int = 0
     """Replicas that were lost while it ran on them, since it last made headway."""
     deaths_in_all: int = 0
@@ -59,6 +61,8 @@ class Request:
     adapter: str = ""
     """Name of the adapter (LoRA) that it runs with; "" for none. Adapters do not share prefixes."""
 
+    owner: str = ""
+    """Whose it is; owners of equal priority share a replica fairly (fair_share.py)."""
     session: str = ""
     """Requests of one session go to one group while that can take them."""
     group: str = ""
@@ -120,6 +124,8 @@ class ReplicaLimits:
     """By how much the priority must be higher for that; at least 1."""
     enable_kv_events: bool = False
     """Whether changes of the prefix cache are recorded for readers (kv_events.py)."""
+    takes_constraints: bool = True
+    """Whether the outputs of its requests may have a given form."""
 
 
 @dataclass(slots=True)

@@ -162,6 +162,21 @@ class AdminServicer(AdminServiceServicer):
         self._engine.changes.bump()
         return admin_pb2.SetShadowResponse()
 
+    async def Profile(self, request: admin_pb2.ProfileRequest, context: Context) -> admin_pb2.ProfileResponse:
+        worker = request.worker or self._only_worker()
+        trace = await self._pool.profile(self._pool.member(worker), request.duration)
+        return admin_pb2.ProfileResponse(worker=worker, chrome_trace=trace)
+
+    def _only_worker(self) -> str:
+        workers = sorted(member.worker for member in self._pool.members if member.lost is None)
+        if len(workers) == 1:
+            return workers[0]
+        raise InvalidArgument(
+            f"worker is empty, but the mesh has {len(workers)} workers; name one of: "
+            f"{', '.join(workers) or 'none'}",
+            field="worker",
+        )
+
     async def SubscribeKvEvents(
         self, request: admin_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[admin_pb2.SubscribeKvEventsResponse]:

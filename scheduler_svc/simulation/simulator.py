@@ -69,7 +69,9 @@ class Simulation:
 
     def __init__(self, fleet: Fleet, *, on_progress: Callable[[int], None] | None = None) -> None:
         """on_progress: called with the number of requests that have ended."""
-        self._core = MeshCore(policy=fleet.schedule_policy, max_queued_requests=1 << 60)
+        self._core = MeshCore(
+            policy=fleet.schedule_policy, max_queued_requests=1 << 60, max_queued_tokens=1 << 60
+        )
         self._replicas: dict[ReplicaId, _Replica] = {}
         self._prompts = Prompts()
         self._due: list[tuple[float, int, ReplicaId]] = []

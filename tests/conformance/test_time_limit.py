@@ -76,6 +76,7 @@ def test_a_back_end_that_hangs_at_its_start_is_reported(environment: Mapping[str
     assert "not run" in ended.stdout
 
 
+@pytest.mark.nightly
 def test_a_native_call_that_keeps_the_interpreter_ends_with_it(environment: Mapping[str, str]) -> None:
     ended = conformance(environment, "--backend", "with_the_lock", "-k", "memory/")
     assert ended.returncode == 1
@@ -83,6 +84,7 @@ def test_a_native_call_that_keeps_the_interpreter_ends_with_it(environment: Mapp
     assert "in stats" in ended.stderr
 
 
+@pytest.mark.nightly
 def test_a_collective_that_hangs_leaves_the_others_their_results(environment: Mapping[str, str]) -> None:
     ended = conformance(
         environment, "--backend", "in_ranks", "-k", "collectives/", "--json", "--timeout", "15"

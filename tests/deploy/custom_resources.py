@@ -91,6 +91,20 @@ SPECS: dict[tuple[str, str], Schema] = {
             "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
         })),
     }),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _exactly({
+        "groups": _list_of(_exactly({
+            "name": TEXT,
+            "rules": _list_of(_exactly(
+                {
+                    "alert": TEXT,
+                    "expr": TEXT,
+                    "labels": _exactly({"severity": {"enum": ["critical", "warning", "info"]}}),
+                    "annotations": _exactly({"summary": TEXT, "description": TEXT}),
+                },
+                **{"for": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"}},
+            )),
+        })),
+    }),
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _exactly({
         "replicas": COUNT,
         "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},

@@ -172,12 +172,18 @@ def test_the_dashboard_is_the_one_of_compose() -> None:
     assert dashboard["data"]["chipmesh.json"] == ours.read_text(encoding="utf-8")
 
 
+def test_the_alert_rules_are_those_of_compose() -> None:
+    ours = yaml.safe_load((DEPLOY / "observability" / "alerts.yaml").read_text(encoding="utf-8"))
+    (rules,) = render(read_values("observability")).of_kind("PrometheusRule")
+    assert rules["spec"] == ours
+
+
 def test_the_queue_that_scales_workers_is_a_metric_of_the_scheduler() -> None:
     (scaled,) = render(read_values("observability")).of_kind("ScaledObject")
     query = scaled["spec"]["triggers"][0]["metadata"]["query"]
     (name,) = re.findall(r"chipmesh_([a-z_]+)\{", query)
-    known = (DEPLOY.parent / "docs" / "operating.md").read_text(encoding="utf-8")
-    assert f"`{name}`" in known
+    known = (DEPLOY.parent / "docs" / "observability.md").read_text(encoding="utf-8")
+    assert f"| `{name}` | gauge | scheduler |" in known
 
 
 def test_models_are_pulled_before_the_services_start_and_where_they_wait_for_them() -> None:

@@ -142,7 +142,7 @@ def test_further_fields_reach_the_services(tmp_path: Path) -> None:
             "scheduling": {"max_running_requests": 4},
             "config": {"dtype": "bfloat16", "executor": {"start_timeout_s": 600}},
         }],
-        "tracing": {"endpoint": "http://collector:4317"},
+        "tracing": {"endpoint": "http://collector:4317", "samplingRatio": 0.5, "maxTracesPerSecond": 3},
     }  # fmt: skip
     rendered = render(values)
     folders = [tmp_path / name for name in "gsw"]
@@ -157,6 +157,7 @@ def test_further_fields_reach_the_services(tmp_path: Path) -> None:
     assert worker.executor.listen == "0.0.0.0:0"
     for config in (gateway, scheduler, worker):
         assert config.tracing.endpoint == "http://collector:4317"
+        assert (config.tracing.sampling_ratio, config.tracing.max_traces_per_s) == (0.5, 3)
 
 
 @pytest.mark.parametrize("name", ["kunlun", "kunlun-emulated", "cuda"])

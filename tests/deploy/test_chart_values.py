@@ -61,6 +61,8 @@ def group(**fields: object) -> Values:
         ({"tls": {"certManager": {"issuer": {"kind": "Authority"}}}}, "/tls/certManager/issuer/kind"),
         ({"networkPolicy": {"executorPorts": {"from": 80}}}, "/networkPolicy/executorPorts/from"),
         ({"tracing": {"endpoint": "collector:4317"}}, "/tracing/endpoint"),
+        ({"tracing": {"samplingRatio": 2}}, "/tracing/samplingRatio"),
+        ({"tracing": {"maxTracesPerSecond": 0}}, "/tracing/maxTracesPerSecond"),
     ],
 )
 def test_a_wrong_value_is_refused_by_the_name_of_its_field(values: Values, field: str) -> None:

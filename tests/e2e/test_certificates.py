@@ -30,7 +30,8 @@ from tests.support.services import Services
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 STREAMS = 8
-TOKENS = 1500
+TOKENS_PER_CHANGE = 100
+"""So many that every stream still runs at the last change."""
 WORKERS = ("worker-a", "worker-b")
 PEERS = [Peer(Role.GATEWAY, "gateway"), Peer(Role.SCHEDULER, "scheduler"), Peer(Role.OPERATOR, "admin"),
          *(Peer(Role.WORKER, name) for name in WORKERS)]  # fmt: skip
@@ -121,20 +122,21 @@ def mesh(tmp_path: Path) -> Iterator[CertifiedMesh]:
 class Stream:
     """One client's stream, as far as it has come."""
 
-    def __init__(self, client: MeshClient, index: int) -> None:
+    def __init__(self, client: MeshClient, index: int, *, tokens: int) -> None:
         self._client = client
+        self._tokens = tokens
         self._prompt = [index, 5, 6, 7]
         self.seen: list[int] = []
         self.began = threading.Event()
 
     def run(self) -> None:
-        events = self._client.stream(token_request(self._prompt, max_tokens=TOKENS))
+        events = self._client.stream(token_request(self._prompt, max_tokens=self._tokens))
         assert next(events).WhichOneof("kind") == "accepted"
         for event in events:
             assert event.output.first_index == len(self.seen) or event.WhichOneof("kind") == "finished"
             self.seen.extend(event.output.token_ids)
             self.began.set()
-        assert self.seen == continue_tokens(self._prompt, TOKENS, VOCAB_SIZE)
+        assert self.seen == continue_tokens(self._prompt, self._tokens, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.nightly)])
@@ -145,7 +147,7 @@ def test_certificates_and_authority_change_many_times_under_streams_and_none_is_
     shutil.copytree(mesh.certificates / "operator-admin", old)
     assert status(mesh.scheduler, old).returncode == 0
     client = MeshClient(mesh.gateway)
-    streams = [Stream(client, index) for index in range(STREAMS)]
+    streams = [Stream(client, index, tokens=times * TOKENS_PER_CHANGE) for index in range(STREAMS)]
     reached: list[int] = []
     try:
         with ThreadPoolExecutor(STREAMS) as pool:

@@ -271,6 +271,7 @@ async def test_a_stopped_worker_is_named_and_all_that_follows_from_it_is_told_th
     await mesh.until_ready()
 
 
+@pytest.mark.nightly
 async def test_too_low_a_limit_of_open_files_is_named(mesh: ChaosMesh, doctor: Doctor) -> None:
     pid = mesh.process("gateway-0").pid
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -283,6 +284,7 @@ async def test_too_low_a_limit_of_open_files_is_named(mesh: ChaosMesh, doctor: D
     assert "may open 64 files" in finding[3]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not HAS_COMPILER, reason="a process' own clock needs a C compiler")
 async def test_a_clock_that_was_moved_is_named(mesh: ChaosMesh, doctor: Doctor) -> None:
     gateway = mesh.process("gateway-0")
@@ -295,6 +297,7 @@ async def test_a_clock_that_was_moved_is_named(mesh: ChaosMesh, doctor: Doctor) 
     assert "behind this host's" in finding[3]
 
 
+@pytest.mark.nightly
 async def test_a_hog_that_takes_processors_and_memory_bandwidth_is_named(doctor: Doctor) -> None:
     hogs = [await asyncio.create_subprocess_exec(sys.executable, "-c", HOG) for _ in range(2)]
     try:
@@ -309,6 +312,7 @@ async def test_a_hog_that_takes_processors_and_memory_bandwidth_is_named(doctor:
     assert any(f"pid {hog.pid}" in each[3] for each in found for hog in hogs), found
 
 
+@pytest.mark.nightly
 async def test_a_group_that_no_worker_serves_is_named(mesh: ChaosMesh, doctor: Doctor) -> None:
     mesh.shape = replace(
         SHAPE,

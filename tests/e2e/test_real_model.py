@@ -7,6 +7,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,3 +215,27 @@ def test_a_slow_reader_costs_others_nothing_and_loses_nothing(
     assert generation.finished is not None
     binding = golden[3].binding_tokens()[:24]
     assert generation.token_ids[: len(binding)] == binding
+
+
+def test_a_live_worker_is_profiled_while_its_streams_go_on(
+    mesh: RunningMesh, golden: list[Golden], tmp_path: Path
+) -> None:
+    profiled = threading.Event()
+
+    def keep_asking(example: Golden) -> None:
+        while not profiled.is_set():
+            example.check(generate(mesh, example).token_ids, where="beside a profile")
+
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(keep_asking, example) for example in golden[:2]]
+        try:
+            summary = mesh.cli_json("profile", "--seconds", "0.5", "--output", str(tmp_path / "trace.json"))
+        finally:
+            profiled.set()
+        for each in asking:
+            each.result()
+    shares = {line["class"]: line["share"] for line in summary["classes"]}
+    assert {"attention", "linear", "mlp"} <= set(shares)
+    assert sum(shares.values()) == pytest.approx(1.0, abs=0.01)
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert {"step", "attention"} <= {event.get("cat") for event in trace["traceEvents"]}

@@ -141,7 +141,11 @@ def requests() -> list[pb.GenerateRequest]:
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)],
+    ids=["killed", "drained"],
+)
 def test_clients_of_a_lost_gateway_go_on_at_another(services: Services, number: signal.Signals) -> None:
     first, second = (MeshClient(address) for address in services.gateways)
     clients = [Client(request) for request in requests()]

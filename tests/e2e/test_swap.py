@@ -79,6 +79,7 @@ def test_a_swap_that_fails_says_why_and_the_old_chip_serves_on(mesh: RunningMesh
     assert mesh.replicas()[0]["instance_id"] == before["instance_id"]
 
 
+@pytest.mark.nightly
 def test_where_both_do_not_fit_the_old_chip_goes_first_and_the_streams_wait(tmp_path: Path) -> None:
     options = (f"memory_file={tmp_path / 'memory'}", "step_ms=10")
     with running_mesh(
@@ -114,6 +115,7 @@ def test_an_unknown_worker_or_backend_is_refused_with_what_there_is(mesh: Runnin
     assert "installed" in absent.stderr
 
 
+@pytest.mark.nightly
 def test_another_chip_answers_after_the_swap(tmp_path: Path) -> None:
     model = write_hash_model(tmp_path)
     with running_mesh(

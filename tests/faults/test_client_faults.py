@@ -37,7 +37,9 @@ MUST_BE_ZERO = {
     "R20": ("unknown", "internal", "leaked_texts", "restarts"),
     "R22": ("spurious_expiries",),
 }
-LEAST_FAULTS = {"R13": 40, "R19": 300, "R20": 300, "R21": 300, "R22": 6}
+NIGHTLY = ("R15-open loop", "R21-catastrophic regex", "R22-backward", "R14-slow")
+"""Of these another variant, or another test, is in every run."""
+LEAST_FAULTS = {"R13": 40, "R19": 300, "R20": 300, "R21": 300, "R21 catastrophic regex": 3, "R22": 6}
 
 
 def variants() -> list[ParameterSet]:
@@ -49,7 +51,9 @@ def variants() -> list[ParameterSet]:
         )
         marks = [needs_compiler] if SCENARIOS[id_].shape.clocks else []
         for name in SCENARIOS[id_].variants:
-            found.append(pytest.param(id_, name, marks=marks, id=f"{id_}-{name}"))
+            case = f"{id_}-{name}"
+            nightly = [pytest.mark.nightly] if case in NIGHTLY else []
+            found.append(pytest.param(id_, name, marks=[*marks, *nightly], id=case))
     return found
 
 
@@ -63,7 +67,7 @@ async def test_the_mesh_and_other_clients_bear(id_: str, variant: str, meshes: M
     report = await run_on(await meshes.of(scenario.shape), scenario, plan)
     assert report["problems"] == []
     assert harms(report) == NO_HARM
-    assert report["faults_injected"] >= LEAST_FAULTS.get(id_, 1)
+    assert report["faults_injected"] >= LEAST_FAULTS.get(f"{id_} {variant}", LEAST_FAULTS.get(id_, 1))
     figures = {name: report["figures"][name]["max"] for name in MUST_BE_ZERO.get(id_, ())}
     assert figures == dict.fromkeys(figures, 0)
 
@@ -72,7 +76,7 @@ def test_what_is_not_covered_is_said_in_the_report() -> None:
     assert SCENARIOS["R20"].notes == {
         "json": "its JSON is fuzzed by the contract tests of gateway/openai_http, not here"
     }
-    assert "issue 8" in SCENARIOS["R21"].notes["regex"]
+    assert SCENARIOS["R21"].notes == {}
 
 
 # ---------------------------------------------------------------- bad inputs
@@ -126,17 +130,17 @@ def test_frames_are_the_same_for_one_seed_and_differ_for_another() -> None:
 
 def test_every_port_has_methods_and_orders_that_would_be_obeyed_never_parse() -> None:
     draw = random.Random(3)
-    orders = 0
+    orders = set()
     for port in PORTS:
         assert all_methods(port)
         for method in all_methods(port):
             if method.descriptor.name not in COMMANDS:
                 continue
-            orders += 1
+            orders.add(method.descriptor.name)
             for _ in range(50):
                 with pytest.raises(DecodeError):
                     GetMessageClass(method.descriptor.input_type).FromString(frames(method, draw)[0])
-    assert orders == len(COMMANDS)
+    assert orders == COMMANDS
 
 
 def test_both_whole_and_damaged_frames_are_sent() -> None:

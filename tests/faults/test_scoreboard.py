@@ -6,6 +6,7 @@ One variant of each; scripts/nightly.sh runs them all in full counts.
 from __future__ import annotations
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 import chaos.scenarios  # noqa: F401 - defines the scenarios
 from chaos.mesh import Shape
@@ -29,10 +30,17 @@ CLIENT_FAULTS = ("R13", "R14", "R15", "R19", "R20", "R21", "R22")
 """Of these test_client_faults.py runs each variant."""
 
 
-def by_shape() -> list[str]:
+NIGHTLY = ("R3", "R4", "R8", "R10")
+"""Deaths of which R1, R2 and tests/e2e have one in every run."""
+
+
+def by_shape() -> list[ParameterSet]:
     """All ids, those of one shape together."""
     chosen = [each for each in all_scenarios() if each.id not in (*MANY_VARIANTS, *CLIENT_FAULTS)]
-    return [each.id for each in sorted(chosen, key=lambda each: repr(each.shape))]
+    return [
+        pytest.param(each.id, marks=[pytest.mark.nightly] if each.id in NIGHTLY else [])
+        for each in sorted(chosen, key=lambda each: repr(each.shape))
+    ]
 
 
 def test_scenarios_come_in_the_order_of_the_scoreboard() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 @dataclass(frozen=True)
 class SeenSpan:
-    """One span as exported."""
+    """One span as exported. status: its description where it ended badly, else "". links: trace ids."""
 
     service: str
     name: str
@@ -23,6 +23,10 @@ class SeenSpan:
     span_id: str
     parent_id: str
     ended: bool
+    status: str = ""
+    links: tuple[str, ...] = ()
+    events: tuple[str, ...] = ()
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
 class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
@@ -41,6 +45,10 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
                 span_id=span.span_id.hex(),
                 parent_id=span.parent_span_id.hex(),
                 ended=span.end_time_unix_nano >= span.start_time_unix_nano > 0,
+                status=span.status.message,
+                links=tuple(link.trace_id.hex() for link in span.links),
+                events=tuple(event.name for event in span.events),
+                attributes={item.key: _value(item.value) for item in span.attributes},
             )
             for resource in request.resource_spans
             for scope in resource.scope_spans
@@ -60,6 +68,13 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
                 names = sorted({(span.service, span.name) for span in self._spans})
                 raise AssertionError(f"the spans waited for did not come within {timeout_s} s; seen: {names}")
             return list(self._spans)
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    return (
+        [_value(item) for item in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+    )
 
 
 def _service(resource: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +154,8 @@ def test_the_example_of_an_environment_names_what_the_compose_files_read_and_not
     assert {name: given[name] for name in defaults} == defaults
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    dashboard = json.loads((DEPLOY / "observability" / "mesh.json").read_text(encoding="utf-8"))
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert asked
-    known = (DEPLOY.parent / "docs" / "operating.md").read_text(encoding="utf-8")
-    for expression in asked:
-        name = expression.split("chipmesh_")[1].split("{")[0].split("[")[0].split(")")[0]
-        assert f"`{name.removesuffix('_bucket')}`" in known, expression
+def test_prometheus_reads_the_alert_rules_that_the_overlay_mounts() -> None:
+    config = yaml.safe_load((DEPLOY / "observability" / "prometheus.yaml").read_text(encoding="utf-8"))
+    mounts = read("compose.observability.yaml")["services"]["prometheus"]["volumes"]
+    targets = [mount.split(":")[1] for mount in mounts if (DEPLOY / mount.split(":")[0]).is_file()]
+    assert config["rule_files"] == [target for target in targets if target.endswith("alerts.yaml")]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -176,16 +177,20 @@ def _silu_mul(repeated: RepeatedCall, values: Sequence[Tensor]) -> list[Magnitud
     return [Magnitudes(size, (1 + gate) * size, (1 + gate) * (1 + up))]
 
 
+def _gelu_mul(repeated: RepeatedCall, values: Sequence[Tensor]) -> list[Magnitudes]:
+    gate, up = repeated.call.inputs["gate_up"].double().abs().chunk(2, dim=-1)
+    return [Magnitudes(values[0].abs(), gate * up, (1 + gate) * (1 + up))]
+
+
 def _attention_prefill(repeated: RepeatedCall, values: Sequence[Tensor]) -> list[Magnitudes]:
     given = repeated.call.inputs
-    rows = (given["query"], given["page_ids"], given["start"])
-    return [_attended(*rows, given["kv_cache"], given["scale"])]
+    return [_attended(given["query"], given["page_ids"], given["start"], given)]
 
 
 def _attention_decode(repeated: RepeatedCall, values: Sequence[Tensor]) -> list[Magnitudes]:
     given = repeated.call.inputs
     found = [
-        _attended(given["query"][row : row + 1], pages, length - 1, given["kv_cache"], given["scale"])
+        _attended(given["query"][row : row + 1], pages, length - 1, given)
         for row, (pages, length) in enumerate(
             zip(given["page_table"], given["lengths"].tolist(), strict=True)
         )
@@ -195,11 +200,14 @@ def _attention_decode(repeated: RepeatedCall, values: Sequence[Tensor]) -> list[
     ]
 
 
-def _attended(query: Tensor, pages: Tensor, start: int, kv_cache: Tensor, scale: float) -> Magnitudes:
+def _attended(query: Tensor, pages: Tensor, start: int, given: Mapping[str, Any]) -> Magnitudes:
     """Of one sequence's run of tokens: the sum of p |v|, and that times 1 + 2 |q| |k| scale."""
-    keys, values = kv_cache.float()
+    keys, values = given["kv_cache"].float()
     cells = torch.stack((keys, values.abs()))
-    rounded = reference.attention_prefill(query.float(), cells, pages, start, scale).double()
+    scale = given["scale"]
+    bounds = (given.get("window", 0), given.get("soft_cap", 0.0))
+    attended = reference.attention_prefill_bounded(query.float(), cells, pages, start, scale, *bounds)
+    rounded = attended.double()
     # The cells behind the last one hold zeros or what is newer: the bound stays a bound.
     longest = _length(keys[pages]).amax(dim=(0, 1)).flatten()
     scores = _length(query) * longest.repeat_interleave(query.shape[1] // len(longest)).unsqueeze(-1) * scale
@@ -245,6 +253,9 @@ _MAGNITUDES: Mapping[str, Callable[[RepeatedCall, Sequence[Tensor]], list[Magnit
     "silu_mul": _silu_mul,
     "attention_prefill": _attention_prefill,
     "attention_decode": _attention_decode,
+    "gelu_mul": _gelu_mul,
+    "attention_prefill_bounded": _attention_prefill,
+    "attention_decode_bounded": _attention_decode,
     "moe_route": _moe_route,
 }
 

@@ -90,10 +90,9 @@ class Executor:
         info, report = await self._device.submit(
             lambda: (plugin.backend.info(), plugin.backend.capabilities().to_proto())
         )
+        facts = {**self._settings.span_attributes, "chipmesh.chip": report.chip}
         engine = self._engine = StepEngine(
-            plugin.runner,
-            page_sizes=report.page_sizes_tokens,
-            span_attributes={**self._settings.span_attributes, "chipmesh.chip": report.chip},
+            plugin.runner, page_sizes=report.page_sizes_tokens, span_attributes=facts
         )
         device, settings, backend = self._device, self._settings, plugin.backend
         add = self._add
@@ -115,7 +114,12 @@ class Executor:
         add(add_OperatorServiceServicer_to_server, operators, "OperatorService")
         collectives = CollectiveService(backend, device, index=settings.device)
         add(add_CollectiveServiceServicer_to_server, collectives, "CollectiveService")
-        execution = ExecutionService(engine, device, instance_id=settings.instance_id)
+        execution = ExecutionService(
+            engine,
+            device,
+            instance_id=settings.instance_id,
+            facts={name.rpartition(".")[2]: value for name, value in facts.items()},
+        )
         add(add_ExecutionServiceServicer_to_server, execution, "ExecutionService")
         address = await self._server.start()
         await self._server.set_serving(True)

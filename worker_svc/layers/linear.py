@@ -70,6 +70,27 @@ class LinearLoader:
         """One tensor as it is, in the model's dtype on the device."""
         return self._source.read(name, self._dtype).to(self._device)
 
+    def norm_weight(self, name: str, offset: float) -> Tensor:
+        """The weight of a norm with `offset` added in float32, then in the model's dtype on the device."""
+        if not offset:
+            return self.tensor(name)
+        return (self._source.read(name, torch.float32) + offset).to(self._dtype).to(self._device)
+
+    def load_experts(self, names: Sequence[tuple[str, str, str]]) -> PackedWeight:
+        """The experts' (gate, up, down) matrices in the form of an operator that mixes them."""
+        gate_up = self._stacked_experts([(gate, up) for gate, up, _ in names])
+        down = self._stacked_experts([(down,) for _, _, down in names])
+        return self._policy.pack_experts(gate_up, down)
+
+    def _stacked_experts(self, names: Sequence[Sequence[str]]) -> Tensor:
+        """[experts, out, in], read one expert at a time: two copies of all of them would not fit."""
+        first, _ = self.joined(*names[0])
+        stacked = first.new_empty((len(names), *first.shape))
+        if not first.is_meta:
+            for index, each in enumerate(names):
+                stacked[index] = first if index == 0 else self.joined(*each)[0]
+        return stacked
+
     def _bias(self, name: str) -> Tensor:
         if f"{name}.bias" in self._names:
             return self.tensor(f"{name}.bias")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,50 @@ class QuantizationPolicy:
             return _w8a8(weight)
         group = next((size for size in _GROUP_SIZES if weight.shape[1] % size == 0), 0)
         return _w4a16(weight, group) if group else _plain(weight)
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedWeight:
+        """gate_up [e, 2i, k], down [e, k, i] likewise; plain where one of them has to be."""
+        if not self.quantizes:
+            return _plain_experts(gate_up, down)
+        halves = [self._pack_each(each) for each in (gate_up, down)]
+        if any(half[0].operator == "linear" for half in halves):
+            return _plain_experts(gate_up, down)
+        first, second = (half[0].sizes for half in halves)
+        sizes = {"E": gate_up.shape[0]}
+        if self.format == "w8a8":
+            sizes |= {"K": first["K"], "I": second["K"]}
+        else:
+            sizes |= {"J": first["J"], "Q": first["Q"], "L": second["J"], "U": second["Q"]}
+        tensors = {**_by_role("gate_up", halves[0]), **_by_role("down", halves[1])}
+        return PackedWeight(f"moe_experts_{self.format}", sizes, tensors)
+
+    def _pack_each(self, weights: Tensor) -> list[PackedWeight]:
+        """By expert; without values, on `meta`, one stands for all."""
+        if weights.is_meta:
+            return [self.pack(weights[0])] * len(weights)
+        return [self.pack(each) for each in weights.unbind(0)]
+
+
+def _plain_experts(gate_up: Tensor, down: Tensor) -> PackedWeight:
+    experts, hidden, inner = down.shape
+    sizes = {"E": experts, "K": hidden, "I": inner}
+    return PackedWeight("moe_experts", sizes, {"gate_up": gate_up, "down": down})
+
+
+def _by_role(role: str, experts: Sequence[PackedWeight]) -> dict[str, Tensor]:
+    """The operator's parameters: a role's own weight, then what its products have beside it."""
+    return {
+        role if name == "weight" else f"{role}_{name}": _stack([each.tensors[name] for each in experts])
+        for name in experts[0].tensors
+    }
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    """As torch.stack, which imports torch's compiler on `meta`."""
+    stacked = parts[0].new_empty((len(parts), *parts[0].shape))
+    if not stacked.is_meta:
+        torch.stack(list(parts), out=stacked)
+    return stacked
 
 
 def _plain(weight: Tensor) -> PackedWeight:

@@ -17,8 +17,9 @@ class DummyWeights:
     """Values depend on (seed, name) only: the same on every machine and in whatever order they are read."""
 
     def __init__(self, config: Mapping[str, Any], seed: int = 0) -> None:
-        """`config`: a completed Llama configuration, as `ModelFolder.config` holds it."""
+        """`config`: a completed configuration, as `ModelFolder.config` holds it."""
         self._shapes = tensor_shapes(config)
+        self._norm = 1.0 - config.get("rms_norm_offset", 0.0)
         self._seed = seed
 
     def __repr__(self) -> str:
@@ -33,7 +34,7 @@ class DummyWeights:
         return self._shapes[name]
 
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Normal values of spread 0.02, around 1 for norms and around 0 for the rest.
+        """Normal values of spread 0.02, around 0, and for norms around what makes them multiply by 1.
 
         Raises KeyError for a name that is not there.
         """
@@ -42,5 +43,5 @@ class DummyWeights:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         values = torch.randn(shape, generator=generator) * _SPREAD
         if name.endswith("norm.weight"):
-            values += 1.0
+            values += self._norm
         return values.to(dtype)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from gateway.models import ModelText
 from gateway.openai_http.parsing.hermes import HermesCalls
 from gateway.openai_http.parsing.llama3 import TAG, Llama3Calls
 from gateway.openai_http.parsing.mistral import SHOWN_TOKENS, MistralCalls
 from gateway.openai_http.parsing.pieces import CallParser, Content, Piece, ToolCall
-from gateway.openai_http.parsing.reasoning import CLOSE, ReasoningParser
+from gateway.openai_http.parsing.reasoning import CLOSE, OPEN, ReasoningParser
 from gateway.text import ChatTemplate
 
 
@@ -27,6 +28,7 @@ class ToolFamily:
 HERMES = ToolFamily("hermes", lambda _: HermesCalls())
 LLAMA3 = ToolFamily("llama3", Llama3Calls, (TAG,))
 MISTRAL = ToolFamily("mistral", lambda _: MistralCalls(), SHOWN_TOKENS, 9)
+_TAIL_TOKENS = 8
 FAMILIES = {family.name: family for family in (HERMES, LLAMA3, MISTRAL)}
 
 
@@ -47,6 +49,12 @@ def tool_family_of(template: ChatTemplate) -> ToolFamily | None:
 def reasons(template: ChatTemplate) -> bool:
     """Whether the model writes reasoning blocks: its template knows of their end."""
     return template.mentions(CLOSE)
+
+
+def begins_reasoning(text: ModelText, prompt_token_ids: Sequence[int]) -> bool:
+    """Whether the prompt ends inside of a block."""
+    tail = text.tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    return tail.rstrip().endswith(OPEN)
 
 
 class MessageParser:

@@ -12,6 +12,8 @@ from gateway.openai_http.parsing.pieces import Piece, Prose, ToolCall, content
 MARK = "[TOOL_CALLS]"
 SHOWN_TOKENS = (MARK, "[ARGS]", "[CALL_ID]")
 _NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*")
+BARE_NAME = re.compile(r"[\w.-]+")
+"""What the form of 2025 can name: nothing marks a name's ends in it."""
 MAX_NAME_CHARS = 512
 
 

@@ -31,6 +31,9 @@ def keys_new(
     share_cache: Annotated[
         bool, typer.Option("--share-cache", help="Share cached prefixes with all others that share.")
     ] = False,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="It may see and steer the mesh by the gateway's page.")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Print a new key, this once, and the entry for the gateway's `api_keys` that lets it in."""
@@ -42,6 +45,7 @@ def keys_new(
         tokens_per_minute=tokens_per_minute,
         max_live_requests=max_live_requests,
         share_cache=share_cache,
+        operator=operator,
         as_json=as_json,
     )
     return EXIT_OK

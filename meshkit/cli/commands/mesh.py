@@ -98,6 +98,9 @@ def up(
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Send traces there, for instance http://127.0.0.1:4317.")
     ] = None,
+    page_traces: Annotated[
+        bool, typer.Option(help="Without --otlp-endpoint: some traces a second, shown by the page.")
+    ] = True,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a plugin that lacks an operator.")] = False,
     executor_python: Annotated[str | None, typer.Option(help="Interpreter that runs the executors.")] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least level of what services log.")] = "info",

@@ -50,6 +50,29 @@ def swap(
 
 
 @commands.command()
+def profile(
+    worker: Annotated[
+        str,
+        typer.Option("--worker", help="The worker, as `chipmesh status` names it. Default: the only one."),
+    ] = "",
+    seconds: Annotated[float, typer.Option(min=0.1, max=60, help="How long to record.")] = 5.0,
+    output: Annotated[
+        Path | None, typer.Option(help="File of the trace. Default: chipmesh-profile-WORKER.json here.")
+    ] = None,
+    endpoint: SchedulerEndpoint = None,
+    tls: OperatorTls = None,
+    as_json: AsJson = False,
+) -> int:
+    """Record a worker's device while it serves: time by operator class, gaps, and a trace that
+    ui.perfetto.dev opens.
+    """
+    from meshkit.cli.profile import profile_worker
+
+    profile_worker(worker, seconds=seconds, output=output, endpoint=endpoint, tls=tls, as_json=as_json)
+    return EXIT_OK
+
+
+@commands.command()
 def doctor(
     endpoint: SchedulerEndpoint = None,
     gateway: Annotated[

@@ -87,8 +87,9 @@ def check_exposure(facts: Facts) -> Verdict:
 
 def _exposure_findings(target: Target) -> Iterator[Finding]:
     if target.kind == "gateway":
-        if _is_open(target, "listen"):
-            yield from _public_findings(target)
+        for field, address in _listeners(target):
+            if _is_open(target, field):
+                yield from _public_findings(target, field, address)
         return
     for field, address in _listeners(target):
         if not _is_open(target, field) or target.config.get("tls"):
@@ -108,28 +109,29 @@ def _exposure_findings(target: Target) -> Iterator[Finding]:
             )
 
 
-def _public_findings(target: Target) -> Iterator[Finding]:
-    address = target.config.get("listen")
+def _public_findings(target: Target, field: str, address: str) -> Iterator[Finding]:
     if not (target.config.get("api_keys") or target.config.get("api_keys_file")):
         make = warning if target.config.get("allow_anonymous") else fault
         yield make(
             target.name,
-            f"listen {address} takes anyone's requests: it has no api_keys",
+            f"{field} {address} takes anyone's requests: it has no api_keys",
             "give it keys (chipmesh keys new NAME), or let it listen on loopback",
         )
     elif not target.config.get("listen_tls"):
         yield warning(
             target.name,
-            f"listen {address} takes keys in plain text",
+            f"{field} {address} takes keys in plain text",
             "give it a certificate (`listen_tls`), or put a proxy with TLS in front of it",
         )
 
 
 def _listeners(target: Target) -> Iterator[tuple[str, str]]:
-    """(field, address) of each gRPC listener that serves more than health."""
+    """(field, address) of each listener that serves more than health and metrics."""
     config = target.config
     if target.kind != "worker":
         yield "listen", str(config.get("listen") or "127.0.0.1:0")
+    if config.get("openai_listen"):
+        yield "openai_listen", str(config["openai_listen"])
     executor = config.get("executor")
     if isinstance(executor, dict):
         yield "executor.listen", str(executor.get("listen") or "127.0.0.1:0")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from chipmesh.scheduler.v1alpha1.admin_pb2 import Mesh
 from meshkit.cli.state import ServiceKind
 
-PortRole = Literal["grpc", "http", "executor"]
+PortRole = Literal["grpc", "http", "openai", "executor"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Target:
     address: str | None = None
     http_address: str | None = None
     executor_address: str | None = None
+    openai_address: str | None = None
     pid: int | None = None
     executor_pid: int | None = None
     config_file: Path | None = None

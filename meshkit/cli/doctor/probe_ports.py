@@ -19,6 +19,8 @@ def addresses_of(target: Target) -> Iterator[tuple[PortRole, str, int | None]]:
         yield "grpc", target.address, target.pid
     if target.http_address is not None:
         yield "http", target.http_address, target.pid
+    if target.openai_address is not None:
+        yield "openai", target.openai_address, target.pid
     if target.executor_address is not None:
         yield "executor", target.executor_address, target.executor_pid
 
@@ -56,6 +58,8 @@ def does_speak(
     port: PortFacts, services: Iterable[ServiceFacts], executors: Iterable[ExecutorFacts]
 ) -> bool | None:
     """Whether what answers at a port speaks as it should; None: nothing was heard."""
+    if port.role == "openai":
+        return None  # Asked nothing, as it may want a key: who holds the port tells enough.
     if port.role == "executor":
         errors = [each.error for each in executors if each.target.executor_name == port.service]
         return _speaks_grpc(errors[0]) if errors else None

@@ -104,6 +104,8 @@ def read_target(file: Path, *, proc: Proc) -> Target:
         kind=kind,
         address=ready.get("address") or _fixed(config, "listen"),
         http_address=ready.get("http_address") or _fixed(config, "http_listen"),
+        openai_address=ready.get("openai_address")
+        or (_fixed(config, "openai_listen") if config.get("openai_listen") else None),
         executor_address=ready.get("executor_address"),
         pid=ready.get("pid"),
         executor_pid=ready.get("executor_pid"),
@@ -153,7 +155,7 @@ def _read_ready(file: object, *, proc: Proc) -> Mapping[str, Any]:
     return {**ready, **{name: reachable(str(ready[name])) for name in _ADDRESSES if ready.get(name)}}
 
 
-_ADDRESSES = ("address", "http_address", "executor_address")
+_ADDRESSES = ("address", "http_address", "openai_address", "executor_address")
 
 
 def _fixed(config: Mapping[str, Any], field: str) -> str | None:

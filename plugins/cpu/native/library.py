@@ -16,8 +16,13 @@ BLOCKS = ("Q8_0", "Q4_0", "Q4_1")
 MATRICES = ("qkv", "out", "gate_up", "down", "head")
 VECTORS = ("input_norm", "post_norm", "final_norm", "cos_sin")
 
-PHASES = ("embed", "norm", "round", "qkv", "attention", "out", "gate_up", "down", "head", "sample")
+PHASES = (
+    "embed", "norm", "round", "qkv", "rotate", "attention", "out", "gate_up", "down", "gather", "head",
+    "sample",
+)  # fmt: skip
 """Of a step, as in step.h."""
+RUN_FIELDS = 3
+"""Numbers of a PhaseRun of step.h: phase, begin and end in nanoseconds of the monotonic clock."""
 
 
 class Sizes(ctypes.Structure):
@@ -68,6 +73,8 @@ class StepArguments(ctypes.Structure):
         ("sampled_slots", _POINTER),
         *((name, _POINTER) for name in SETTINGS),
         ("chosen", _POINTER),
+        ("allowed_rows", _POINTER),
+        ("allowed", _POINTER),
     )
 
 
@@ -81,7 +88,8 @@ _FUNCTIONS = {
     "set_embedding": (ctypes.c_int, (_POINTER, _SMALL, _POINTER, _INT)),
     "decode": (None, (_POINTER, _SMALL, _POINTER, _INT, _INT, _POINTER)),
     "run": (ctypes.c_int, (_POINTER, _POINTER)),
-    "take_profile": (None, (_POINTER, _POINTER)),
+    "start_timing": (ctypes.c_int, (_POINTER, _INT)),
+    "stop_timing": (_INT, (_POINTER, _POINTER, _POINTER, _POINTER)),
     "fma": (ctypes.c_double, (_POINTER, _INT, _POINTER)),
     "int8": (ctypes.c_double, (_POINTER, _INT, _POINTER)),
     "read": (ctypes.c_float, (_POINTER, _POINTER, _INT)),
@@ -112,7 +120,8 @@ class StepLibrary:
     set_embedding: ctypes._NamedFuncPointer
     decode: ctypes._NamedFuncPointer
     run: ctypes._NamedFuncPointer
-    take_profile: ctypes._NamedFuncPointer
+    start_timing: ctypes._NamedFuncPointer
+    stop_timing: ctypes._NamedFuncPointer
     fma: ctypes._NamedFuncPointer
     int8: ctypes._NamedFuncPointer
     read: ctypes._NamedFuncPointer

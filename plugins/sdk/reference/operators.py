@@ -6,6 +6,8 @@ Shapes: t tokens, h query heads, g key/value heads, d head size, i inner size. O
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up for gate_up [t, 2i], gate first -> [t, i]; gelu by its approximation with tanh
+    (Hendrycks & Gimpel 2016).
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return (0.5 * gate * (1 + inner.tanh()) * up).to(gate_up.dtype)
+
+
 def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, cells: Tensor) -> None:
     """Write key and value [t, g, d] to cells [t] (int64) of one layer's cache, in place."""
     page, offset = cells // kv_cache.shape[2], cells % kv_cache.shape[2]
@@ -71,11 +82,27 @@ def attention_prefill(query: Tensor, kv_cache: Tensor, page_ids: Tensor, start: 
     query: [n, h, d], positions start to start + n - 1, whose keys and values are written already.
     page_ids: int64 [pages], the sequence's page table. -> [n, h, d].
     """
+    return attention_prefill_bounded(query, kv_cache, page_ids, start, scale, 0, 0.0)
+
+
+def attention_prefill_bounded(
+    query: Tensor, kv_cache: Tensor, page_ids: Tensor, start: int, scale: float, window: int, soft_cap: float
+) -> Tensor:
+    """`attention_prefill` with a bound on its reach and one on its scores.
+
+    window: each token sees itself and the window - 1 before it; 0: all before it. soft_cap: scaled scores
+    become soft_cap * tanh(score / soft_cap); 0: they stay.
+    """
     count = query.shape[0]
     keys, values = _read_sequence(kv_cache, page_ids, start + count, query.shape[1])
     scores = torch.einsum("nhd,lhd->hnl", query.float(), keys) * scale
+    if soft_cap:
+        scores = (scores / soft_cap).tanh() * soft_cap
     own = torch.arange(start, start + count, device=query.device).unsqueeze(1)
-    hidden = torch.arange(start + count, device=query.device).unsqueeze(0) > own
+    cells = torch.arange(start + count, device=query.device).unsqueeze(0)
+    hidden = cells > own
+    if window:
+        hidden = hidden | (cells <= own - window)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("hnl,lhd->nhd", weights, values).to(query.dtype)
 
@@ -92,6 +119,27 @@ def attention_decode(
     """
     rows = [
         attention_prefill(query[row : row + 1], kv_cache, page_table[row], int(length) - 1, scale)
+        for row, length in enumerate(lengths.tolist())
+    ]
+    return torch.cat(rows)
+
+
+def attention_decode_bounded(
+    query: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+) -> Tensor:
+    """`attention_decode` with the bounds of `attention_prefill_bounded`. It has no mask: a plain one would
+    not know of the window.
+    """
+    rows = [
+        attention_prefill_bounded(
+            query[row : row + 1], kv_cache, page_table[row], int(length) - 1, scale, window, soft_cap
+        )
         for row, length in enumerate(lengths.tolist())
     ]
     return torch.cat(rows)

@@ -116,10 +116,16 @@ def suppress(logits: Tensor, token_ids: Sequence[int]) -> Tensor:
     return logits.index_fill(0, ids, float("-inf"))
 
 
+def keep_allowed(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Logits [r, vocab] with minus infinity where `allowed`, bool [r, vocab], is false."""
+    return logits.masked_fill(~allowed, float("-inf"))
+
+
 def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
     """Log-probability of one token a row under the model's own distribution: float32 [r].
 
-    The raw distribution, as the model made it: before penalties, bias, temperature and filters.
+    The raw distribution, as the model made it: before penalties, bias, temperature and filters. Of a
+    constrained row, that over the tokens which the constraint allows: its other logits are minus infinity.
     """
     chosen = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
     return (chosen - logits.logsumexp(dim=-1)).float()

@@ -44,6 +44,9 @@ class ScriptedScheduler(admin_pb2_grpc.AdminServiceServicer):
         self.traffic: admin_pb2.SetTrafficRequest | None = None
         self.shadow: admin_pb2.SetShadowRequest | None = None
         self.group: admin_pb2.SetGroupRequest | None = None
+        self.profile: admin_pb2.ProfileRequest | None = None
+        self.profile_error: tuple[grpc.StatusCode, str] | None = None
+        self.trace = b""
 
     def GetMesh(self, request: admin_pb2.GetMeshRequest, context: Any) -> admin_pb2.GetMeshResponse:
         return admin_pb2.GetMeshResponse(mesh=self.mesh)
@@ -59,6 +62,12 @@ class ScriptedScheduler(admin_pb2_grpc.AdminServiceServicer):
     def SetGroup(self, request: admin_pb2.SetGroupRequest, context: Any) -> admin_pb2.SetGroupResponse:
         self.group = request
         return admin_pb2.SetGroupResponse()
+
+    def Profile(self, request: admin_pb2.ProfileRequest, context: Any) -> admin_pb2.ProfileResponse:
+        self.profile = request
+        if self.profile_error is not None:
+            context.abort(*self.profile_error)
+        return admin_pb2.ProfileResponse(worker=request.worker or "worker-0", chrome_trace=self.trace)
 
     def unused(self, request: Any, context: Any) -> Any:
         """RPCs that the command line never calls."""

@@ -162,3 +162,13 @@ def test_a_gateway_with_a_certificate_is_asked_in_tls(
         assert main(["generate", "Why?", "--gateway", address]) == 1
     assert "CHIPMESH_GATEWAY_AUTHORITY" in capsys.readouterr().err.splitlines()[-1]
     assert gateway.authorizations == [[f"Bearer {KEY}"]]
+
+
+def test_a_key_for_an_operator_says_so_in_its_entry_and_any_other_says_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for operator in (True, False):
+        new_key("boss", operator=operator, as_json=True)
+        entry = json.loads(capsys.readouterr().out)["entry"]
+        assert ("operator" in entry) is operator
+        assert parse_config(ApiKeyConfig, entry, source="entry").operator is operator

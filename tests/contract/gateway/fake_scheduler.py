@@ -54,6 +54,10 @@ class Submitted:
         failed = pb.RequestFailed(code=number, reason=reason, message=message, field=field)
         self.session.send(pb.RequestEvent(request_number=self.number, failed=failed))
 
+    def failed_event(self, **failed: Any) -> pb.RequestEvent:
+        """A failure with any of its fields."""
+        return pb.RequestEvent(request_number=self.number, failed=pb.RequestFailed(**failed))
+
     async def ended_by_gateway(self) -> str:
         """Waits for the gateway to end this request: "cancel" or "stop"."""
         while True:

@@ -25,10 +25,20 @@ class RunningGateway:
 
 @asynccontextmanager
 async def running_gateway(
-    model: Path, scratch: Path, /, *, scheduler_up: bool = True, stop_grace_s: float = 0.0, **config: Any
+    model: Path,
+    scratch: Path,
+    /,
+    *,
+    scheduler: FakeScheduler | None = None,
+    scheduler_up: bool = True,
+    stop_grace_s: float = 0.0,
+    **config: Any,
 ) -> AsyncIterator[RunningGateway]:
-    """Serving `model` under the name "tiny", with its cache in `scratch`; config goes over the defaults."""
-    scheduler = FakeScheduler()
+    """Serving `model` under the name "tiny", with its cache in `scratch`; config goes over the defaults.
+
+    scheduler: None for a plain one.
+    """
+    scheduler = scheduler or FakeScheduler()
     await scheduler.start()
     if not scheduler_up:
         await scheduler.stop()

@@ -14,12 +14,15 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from gateway.servicer import SERVICE_NAME
 from meshkit.telemetry.tracing import context_from_traceparent, tracer
 from tests.contract.gateway.gateway_client import Mesh, MeshFactory
 from tests.unit.gateway.tiny_model import tokens_of
 
+NAMES = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
+"""All that OpenTelemetry's conventions know of generations."""
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -52,7 +55,7 @@ async def test_health_follows_the_session(mesh: Mesh) -> None:
     await _watch_until(mesh, SERVING)
 
 
-async def test_metrics_count_requests_and_latencies_by_model(mesh: Mesh) -> None:
+async def test_metrics_count_requests_by_model_and_latencies_by_placement_too(mesh: Mesh) -> None:
     session = await mesh.session()
     stream = mesh.generate("hi")
     request = await session.accepts()
@@ -69,9 +72,11 @@ async def test_metrics_count_requests_and_latencies_by_model(mesh: Mesh) -> None
     lines = (await _get(mesh, "/metrics")).text.splitlines()
     assert 'chipmesh_num_requests_total{model="tiny"} 2.0' in lines
     assert 'chipmesh_num_aborted_requests_total{model="tiny"} 1.0' in lines
-    assert 'chipmesh_time_to_first_token_seconds_count{model="tiny"} 1.0' in lines
-    assert 'chipmesh_inter_token_latency_seconds_count{model="tiny"} 3.0' in lines
-    assert 'chipmesh_e2e_request_latency_seconds_count{model="tiny"} 1.0' in lines
+    where = '{chip="hash",group="default",model="tiny",worker="worker-0"}'
+    assert f"chipmesh_time_to_first_token_seconds_count{where} 1.0" in lines
+    assert f"chipmesh_inter_token_latency_seconds_count{where} 3.0" in lines
+    assert f"chipmesh_time_per_output_token_seconds_count{where} 1.0" in lines
+    assert f"chipmesh_e2e_request_latency_seconds_count{where} 1.0" in lines
 
 
 async def test_reflection_is_on_by_default_on_loopback_and_can_be_turned_off(run_mesh: MeshFactory) -> None:
@@ -115,17 +120,48 @@ async def test_client_gateway_and_scheduler_share_one_trace(mesh: Mesh, spans: I
     told = trace.get_current_span(context_from_traceparent(request.submit.traceparent)).get_span_context()
     assert (told.trace_id, told.span_id) == (generate.context.trace_id, generate.context.span_id)
     assert generate.attributes is not None
-    assert dict(generate.attributes) == {
+    attributes = dict(generate.attributes)
+    waited_s = attributes.pop("gen_ai.response.time_to_first_chunk")
+    assert isinstance(waited_s, float)
+    assert 0 < waited_s < 5
+    asked = {name: attributes.pop(name) for name in list(attributes) if name.startswith("gen_ai.request.")}
+    assert asked["gen_ai.request.model"] == "tiny"
+    assert asked.keys() <= NAMES
+    assert attributes == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "chipmesh",
+        "gen_ai.response.model": "tiny",
+        "gen_ai.response.id": "mine",
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.usage.input_tokens": 2,
+        "gen_ai.usage.output_tokens": 3,
+        "gen_ai.usage.cache_read.input_tokens": 0,
         "chipmesh.request_id": "mine",
-        "chipmesh.model": "tiny",
-        "chipmesh.prompt_tokens": 2,
-        "chipmesh.completion_tokens": 3,
-        "chipmesh.cached_tokens": 0,
         "chipmesh.group": "default",
         "chipmesh.worker": "worker-0",
         "chipmesh.chip": "hash",
-        "chipmesh.finish_reason": "length",
     }
+    assert {name for name in attributes if name.startswith("gen_ai.")} <= NAMES
+    assert [event.name for event in generate.events] == ["placed", "first token"]
+    assert generate.status.is_unset
+
+
+async def test_an_accepted_call_is_told_its_trace_and_a_refused_one_is_not(
+    mesh: Mesh, spans: InMemorySpanExporter
+) -> None:
+    session = await mesh.session()
+    stream = mesh.generate("hi")
+    request = await session.accepts()
+    request.tokens(0, tokens_of("a"))
+    request.finished()
+    await stream.end()
+    told = dict(await stream.call.initial_metadata())["traceparent"]
+    found = await _spans(spans, 3)
+    server = found[f"SERVER {SERVICE_NAME}/Generate"]
+    assert told.startswith(f"00-{server.context.trace_id:032x}-{server.context.span_id:016x}-0")
+    refused = mesh.generate("")
+    await refused.error()
+    assert "traceparent" not in dict(await refused.call.initial_metadata())
 
 
 async def test_the_span_of_a_cancelled_request_says_so(mesh: Mesh, spans: InMemorySpanExporter) -> None:
@@ -138,5 +174,18 @@ async def test_the_span_of_a_cancelled_request_says_so(mesh: Mesh, spans: InMemo
     found = await _spans(spans, 3)
     generate = found["INTERNAL chipmesh.gateway.generate"]
     assert generate.attributes is not None
-    assert generate.attributes["chipmesh.finish_reason"] == "cancelled"
-    assert generate.status.description in ("CancelledError", "GeneratorExit")
+    assert generate.attributes["gen_ai.response.finish_reasons"] == ("cancelled",)
+    assert generate.status.description == generate.attributes["error.type"] == "CANCELLED"
+    assert found[f"SERVER {SERVICE_NAME}/Generate"].status.description == "CANCELLED"
+
+
+async def test_the_span_of_a_request_whose_time_is_over_says_so(
+    mesh: Mesh, spans: InMemorySpanExporter
+) -> None:
+    session = await mesh.session()
+    stream = mesh.generate("hi", timeout=0.2)
+    request = await session.accepts()
+    await request.ended_by_gateway()
+    found = await _spans(spans, 3)
+    assert (await stream.call.code()) is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert {span.status.description for span in found.values()} == {"DEADLINE_EXCEEDED"}

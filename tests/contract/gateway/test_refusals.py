@@ -119,7 +119,8 @@ async def test_more_live_requests_than_allowed_are_told_when_to_come_back(run_me
         requests = [await session.accepts() for _ in streams]
         error = await mesh.generate("hi").error()
         assert isinstance(error, ResourceExhausted)
-        assert error.retry_after_s == 1.0
+        assert error.retry_after_s is not None
+        assert error.retry_after_s >= 0.05
         assert "limit is 2" in error.message
         requests[0].finished()
         requests[1].finished()

@@ -47,7 +47,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(-(2**64), 2**65),
     "stream_options": ANYTHING,
     "tools": ANYTHING,
-    "response_format": ANYTHING,
+    "response_format": ANYTHING | st.sampled_from([{"type": "text"}, {"type": "json_object"}]),
+    "guided_regex": TEXT,
     "chat_template_kwargs": st.dictionaries(TEXT, ANYTHING, max_size=2),
 }
 NAMES = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *REFUSED_FIELDS})
@@ -61,7 +62,16 @@ def bodies(**required: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, An
 
 
 PROMPT = TEXT | st.lists(st.integers(-1, 310), max_size=5) | st.lists(TEXT, max_size=3) | ANYTHING
-CHATS = bodies(messages=st.lists(MESSAGE, max_size=3))
+GOOD_MESSAGES = st.just([{"role": "user", "content": "hi"}])
+GOOD_CHATS = st.fixed_dictionaries(
+    {"messages": GOOD_MESSAGES},
+    optional={
+        **{name: FIELDS[name] for name in ("n", "temperature", "guided_regex")},
+        "max_tokens": st.integers(1, 9),
+        "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}]),
+    },
+)
+CHATS = GOOD_CHATS | bodies(messages=st.lists(MESSAGE, max_size=3))
 COMPLETIONS = bodies(prompt=PROMPT)
 
 

@@ -28,6 +28,11 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """A response_format."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
 # Bodies beside a good message or prompt, and the status, param and code of their refusal.
 ASSISTANT = {"role": "assistant", "tool_calls": [
     {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}]}  # fmt: skip
@@ -35,6 +40,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
 NUMBER = {"role": "user", "content": [{"type": "text", "text": 1}]}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 STRICT: dict[str, Any] = {"type": "function", "function": {"name": "f", "strict": True}}
+MALFORMED = "constraint_invalid"
 INVALID, UNSUPPORTED, VOCABULARY = "invalid_value", "unsupported_value", "token_id_out_of_vocabulary"
 CHAT_CASES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"messages": []}, 400, "messages", INVALID),
@@ -65,15 +71,28 @@ CHAT_CASES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"logit_bias": {"1": 101}}, 400, "logit_bias[1]", INVALID),
     ({"priority": 1001}, 400, "priority", INVALID),
     ({"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs", UNSUPPORTED),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format", UNSUPPORTED),
-    ({"tool_choice": "required"}, 400, "tool_choice", UNSUPPORTED),
-    ({"tool_choice": TOOL}, 400, "tool_choice", UNSUPPORTED),
+    ({"response_format": {"type": "yaml"}}, 400, "response_format", UNSUPPORTED),
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema.schema", INVALID),
+    ({"response_format": schema_format({"type": "fish"})}, 400, "response_format", MALFORMED),
+    ({"response_format": schema_format({"not": {}})}, 400, "response_format", MALFORMED),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, 400, "ignore_eos", INVALID),
+    ({"tool_choice": "required"}, 400, "tool_choice", INVALID),
+    ({"tool_choice": TOOL}, 400, "tool_choice", INVALID),
+    ({"tool_choice": "always"}, 400, "tool_choice", UNSUPPORTED),
     ({"tools": [TOOL]}, 400, "tools", UNSUPPORTED),
-    ({"tools": [STRICT]}, 400, "tools[0].function.strict", UNSUPPORTED),
+    ({"tools": [STRICT]}, 400, "tools", UNSUPPORTED),
     ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type", INVALID),
     ({"functions": [{"name": "f"}]}, 400, "functions", UNSUPPORTED),
     ({"modalities": ["text", "audio"]}, 400, "modalities", UNSUPPORTED),
-    ({"guided_json": {}}, 400, "guided_json", UNSUPPORTED),
+    ({"guided_json": "{"}, 400, "guided_json", INVALID),
+    ({"guided_json": {}, "regex": "a"}, 400, "regex", INVALID),
+    ({"guided_choice": []}, 400, "guided_choice", INVALID),
+    ({"guided_choice": ["a", ""]}, 400, "guided_choice[1]", INVALID),
+    ({"guided_regex": "(?=a)"}, 400, "guided_regex", MALFORMED),
+    ({"guided_regex": r"[^\s\S]"}, 400, "guided_regex", MALFORMED),
+    ({"ebnf": "root ::= ("}, 400, "ebnf", MALFORMED),
+    ({"structured_outputs": {"regex": "(a"}}, 400, "structured_outputs", MALFORMED),
+    ({"structural_tag": "x"}, 400, "structural_tag", UNSUPPORTED),
     ({"chat_template": "{{ 1 }}"}, 400, "chat_template", UNSUPPORTED),
     ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs.messages", INVALID),
 ]
@@ -92,6 +111,7 @@ COMPLETION_CASES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"logprobs": 1}, 400, "logprobs", UNSUPPORTED),
     ({"best_of": 2}, 400, "best_of", UNSUPPORTED),
     ({"suffix": "b"}, 400, "suffix", UNSUPPORTED),
+    ({"guided_grammar": "start: nothing"}, 400, "guided_grammar", MALFORMED),
     ({"echo": True}, 400, "echo", UNSUPPORTED),
     ({"stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage", INVALID),
 ]

@@ -87,6 +87,8 @@ class FakeExecutor(ExecutionServiceServicer, PluginServiceServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.plans: list[execution_pb2.StepPlan] = []
+        self.profiles: list[execution_pb2.ProfileRequest] = []
+        self.profile_error: MeshError | None = None
         self.message_sizes: list[int] = []
         """Plans of each message."""
         self._executed = 0
@@ -162,8 +164,13 @@ class FakeExecutor(ExecutionServiceServicer, PluginServiceServicer):
     async def AllocateKvCache(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
-    async def Profile(self, request: Any, context: Any) -> Any:
-        raise NotImplementedError
+    async def Profile(
+        self, request: execution_pb2.ProfileRequest, context: Any
+    ) -> execution_pb2.ProfileResponse:
+        self.profiles.append(request)
+        if self.profile_error is not None:
+            raise self.profile_error
+        return execution_pb2.ProfileResponse(chrome_trace=b"the trace of " + self.instance_id.encode())
 
     async def UnloadModel(self, request: Any, context: Any) -> Any:
         raise NotImplementedError

@@ -120,7 +120,7 @@ async def test_history_goes_to_the_executor_only_where_a_penalty_needs_it(mesh: 
         await (await gateway.submit([3, 4], 4)).end()
         with_history, without = [a for plan in executor.plans for a in plan.admitted]
         assert list(with_history.penalty_prompt_token_ids) == [1, 2]
-        assert list(with_history.penalty_output_token_ids) == output
+        assert list(with_history.output_token_ids) == output
         assert with_history.output_count == 2
         assert not without.penalty_prompt_token_ids
 
@@ -288,13 +288,14 @@ async def test_a_request_is_one_trace_from_the_gateway_to_the_executor(mesh: Any
             for span in spans.get_finished_spans()
             if f"{span.context.trace_id:032x}" == trace_id
         }
-        request, queue = seen["chipmesh.scheduler.request"], seen["queue"]
+        request, queue, placement = seen["chipmesh.scheduler.request"], seen["queue"], seen["placement"]
         assert f"{request.parent.span_id:016x}" == parent_id
-        assert queue.parent.span_id == request.context.span_id
-        assert request.attributes["chipmesh.worker"] == "w0"
-        assert request.attributes["chipmesh.completion_tokens"] == 3
+        assert queue.parent.span_id == placement.parent.span_id == request.context.span_id
+        assert queue.end_time <= placement.start_time
+        assert placement.attributes["chipmesh.worker"] == "w0"
+        assert request.attributes["gen_ai.usage.output_tokens"] == 3
         (admitted,) = [a for plan in executor.plans for a in plan.admitted]
-        assert admitted.traceparent == f"00-{trace_id}-{request.context.span_id:016x}-01"
+        assert admitted.traceparent == f"00-{trace_id}-{placement.context.span_id:016x}-01"
 
 
 async def test_spans_end_on_refusal_cancel_deadline_and_lost_session(mesh: Any, spans: Any) -> None:
@@ -312,9 +313,23 @@ async def test_spans_end_on_refusal_cancel_deadline_and_lost_session(mesh: Any, 
         await until(lambda: left.queued, "queued")
         await gateway.close()
         await until(lambda: m.service.engine.live_count == 0, "no live request")
-        names = [span.name for span in spans.get_finished_spans()]
-        assert names.count("chipmesh.scheduler.request") == 4
-        assert names.count("queue") == 4
+        ended = spans.get_finished_spans()
+        assert [span.name for span in ended].count("queue") == 4
+        statuses = [span.status.description for span in ended if span.name == "chipmesh.scheduler.request"]
+        assert sorted(statuses) == [
+            "CANCELLED", "CANCELLED",
+            "DEADLINE_EXCEEDED: DEADLINE_EXCEEDED", "INVALID_ARGUMENT: INVALID_ARGUMENT",
+        ]  # fmt: skip
+
+
+async def test_a_request_without_a_trace_begins_none(mesh: Any, spans: Any) -> None:
+    async with mesh() as m:
+        executor = await m.worker()
+        gateway = await m.gateway()
+        for traceparent in ("", "garbage", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"):
+            await (await gateway.submit([1, 2], 3, traceparent=traceparent)).end()
+        assert not [span for span in spans.get_finished_spans() if "Service/" not in span.name]
+        assert {a.traceparent for plan in executor.plans for a in plan.admitted} == {""}
 
 
 async def test_all_events_of_a_step_reach_a_gateway_as_one_message(mesh: Any) -> None:

@@ -24,7 +24,6 @@ from chipmesh.device.v1alpha1 import (
 from chipmesh.device.v1alpha1.execution_pb2 import (
     AllocateKvCacheRequest,
     LoadModelRequest,
-    ProfileRequest,
     UnloadModelRequest,
 )
 from chipmesh.device.v1alpha1.tensor_pb2 import TensorSpec, TensorValue
@@ -114,12 +113,6 @@ async def test_a_cache_of_nothing_is_refused_with_the_field(bare: Harness, field
     request = AllocateKvCacheRequest(page_count=8, page_size_tokens=4, max_slots=2)
     setattr(request, field, 0)
     assert (await refusal(bare.execution.AllocateKvCache(request))).field == field
-
-
-async def test_profile_says_why_it_is_not_there(bare: Harness) -> None:
-    error = await refusal(bare.execution.Profile(ProfileRequest()))
-    assert error.code is grpc.StatusCode.UNIMPLEMENTED
-    assert "profiler" in error.message
 
 
 async def test_unloading_twice_is_fine_and_makes_room_for_another_model(harness: Harness) -> None:

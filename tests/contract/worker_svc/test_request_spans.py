@@ -32,6 +32,10 @@ def request_spans(exporter: InMemorySpanExporter) -> Sequence[ReadableSpan]:
     return [span for span in exporter.get_finished_spans() if span.name in names]
 
 
+def step_spans(exporter: InMemorySpanExporter) -> Sequence[ReadableSpan]:
+    return [span for span in exporter.get_finished_spans() if span.name == "chipmesh.executor.step"]
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for a state, at most 5 s."""
 
@@ -64,14 +68,61 @@ async def test_a_released_request_leaves_a_whole_family(
     await driver.step(admitted=[admit(0, [0], traceparent=PARENT)], prefill=[chunk(0, [1], last=False)])
     await driver.step(prefill=[chunk(0, [2], start=1)])
     await driver.step(decode=True)
-    assert [span.name for span in request_spans(exporter)] == ["prefill"]
+    assert request_spans(exporter) == [], "an executor that is killed now would leave an orphan"
     await driver.step(released=[0])
     spans = request_spans(exporter)
     assert_whole_family(spans, names={"chipmesh.executor.request", "prefill", "decode"})
-    request = next(span for span in spans if span.name == "chipmesh.executor.request")
+    assert [span.name for span in spans] == ["chipmesh.executor.request", "prefill", "decode"]
+    request, prefill, decode = spans
     assert request.attributes is not None
-    assert request.attributes["chipmesh.output_tokens"] == 2
+    assert request.attributes["gen_ai.usage.output_tokens"] == 2
     assert request.attributes["chipmesh.chip"] == "hash"
+    chunks = [(event.name, dict(event.attributes or {})) for event in prefill.events]
+    assert chunks == [
+        ("chunk", {"chipmesh.tokens": 1, "chipmesh.step_seq": 1}),
+        ("chunk", {"chipmesh.tokens": 1, "chipmesh.step_seq": 2}),
+    ]
+    assert [dict(event.attributes or {}) for event in decode.events] == [
+        {"gen_ai.usage.output_tokens": 2, "chipmesh.step_seq": 3}
+    ]
+    assert prefill.start_time == request.start_time
+    assert prefill.end_time == decode.start_time
+    assert {span.status.is_unset for span in spans} == {True}
+
+
+async def test_step_spans_link_to_the_traced_requests_they_served(
+    driver: Driver, exporter: InMemorySpanExporter
+) -> None:
+    other = PARENT.replace(TRACE, TRACE[::-1])
+    await driver.step(
+        admitted=[
+            admit(0, [0, 1, 2], traceparent=PARENT),
+            admit(1, [3, 4, 5], traceparent=other),
+            admit(2, [6, 7, 8]),
+        ],
+        prefill=[chunk(0, [1]), chunk(1, [2, 3]), chunk(2, [4])],
+    )
+    for _ in range(8):
+        await driver.step(decode=True)
+    first, *later = step_spans(exporter)
+    assert first.parent is None
+    assert {f"{link.context.trace_id:032x}" for link in first.links} == {TRACE, TRACE[::-1]}
+    assert first.attributes is not None
+    assert first.attributes["chipmesh.step.prefill_tokens"] == 4
+    assert first.attributes["chipmesh.step.output_tokens"] == 3
+    # 2nd, 4th and 8th token, not one for each step.
+    assert [dict(span.attributes or {})["chipmesh.step_seq"] for span in later] == [2, 4, 8]
+
+
+async def test_an_ending_without_release_is_the_status_of_the_spans(
+    driver: Driver, harness: Harness, exporter: InMemorySpanExporter
+) -> None:
+    await driver.step(admitted=[admit(0, [0], traceparent=PARENT)], prefill=[chunk(0, [1])])
+    await harness.attach()
+    by_name = {span.name: span.status.description for span in request_spans(exporter)}
+    assert by_name == {
+        "chipmesh.executor.request": "ATTACHED_ANEW", "prefill": None, "decode": "ATTACHED_ANEW",
+    }  # fmt: skip
 
 
 async def test_attaching_anew_ends_the_spans(
@@ -95,4 +146,4 @@ async def test_an_untraced_request_leaves_no_span(
 ) -> None:
     await driver.step(admitted=[admit(0, [0], traceparent=traceparent)], prefill=[chunk(0, [1])])
     await driver.step(released=[0])
-    assert request_spans(exporter) == []
+    assert exporter.get_finished_spans() == () or not [*request_spans(exporter), *step_spans(exporter)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2 as httpx
+import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
 
@@ -152,7 +154,7 @@ def test_errors_are_the_classes_that_the_client_knows(client: Any) -> None:
         ({"model": "gpt-4o"}, openai.NotFoundError, "model"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"messages": []}, openai.BadRequestError, "messages"),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        ({"response_format": {"type": "yaml"}}, openai.BadRequestError, "response_format"),
     ):
         with pytest.raises(kind) as caught:
             client.chat.completions.create(**{"model": MODEL, "messages": COLOUR, **wrong})
@@ -213,3 +215,49 @@ def test_a_mesh_with_keys_lets_in_who_has_one(tmp_path_factory: pytest.TempPathF
             pytest.raises(openai.AuthenticationError),
         ):
             bad.models.list()
+
+
+CARD: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,9}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "likes": {"type": "array", "items": {"enum": ["tea", "rain", "cats"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+
+
+def test_every_choice_of_a_json_schema_is_valid_whole_and_streamed(client: Any) -> None:
+    asked: dict[str, Any] = {
+        "model": MODEL, "messages": COLOUR, "n": 2, "seed": 3, "max_completion_tokens": 200,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "card", "schema": CARD}},
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked)
+    streamed = ["", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert [choice.message.content for choice in whole.choices] == streamed
+    assert [choice.finish_reason for choice in whole.choices] == ["stop", "stop"]
+    for text in streamed:
+        jsonschema.validate(json.loads(text), CARD)
+
+
+def test_forms_beside_openais_own_and_their_refusals(client: Any) -> None:
+    for extra, wanted in (
+        ({"guided_regex": "[0-9]{4}"}, r"\d{4}"),
+        ({"guided_choice": ["red", "green"]}, "red|green"),
+        ({"structured_outputs": {"json": {"type": "boolean"}}}, "true|false"),
+    ):
+        answer = client.completions.create(
+            model=MODEL, prompt="The", max_tokens=64, logprobs=0, extra_body=extra
+        )
+        assert re.fullmatch(wanted, answer.choices[0].text)
+        assert answer.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(
+            model=MODEL, prompt="The", extra_body={"guided_regex": "(a{9999}){9999}{9999}"}
+        )
+    assert refused.value.param == "guided_regex"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from gateway.config import GatewayConfig
 from meshkit.cli.compose import (
+    PAGE_TRACES_PER_S,
     MeshPlan,
     OpenedModel,
     gateway_config,
@@ -20,7 +22,7 @@ from meshkit.cli.compose import (
 from meshkit.cli.options import GroupOptions, MeshOptions
 from meshkit.cli.state import StateDir
 from meshkit.cli.up import read_groups
-from meshkit.config import parse_config
+from meshkit.config import TracingConfig, parse_config
 from meshkit.errors import InvalidArgument
 from scheduler_svc.config import SchedulerConfig
 from worker_svc.config import WorkerConfig
@@ -202,3 +204,29 @@ def test_a_group_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_an_option_says_which_of_several_backends_it_is_for(tmp_path: Path, option: str, said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
         plan(tmp_path, device_groups="cpu:0;hash:0", backend_options={option: "5"})
+
+
+def test_spans_go_to_the_page_unless_somebody_named_a_collector(
+    tmp_path: Path,
+) -> None:
+    def configured(mesh: MeshPlan) -> tuple[GatewayConfig, list[TracingConfig]]:
+        state = StateDir(tmp_path)
+        raw = gateway_config(mesh, state=state, scheduler_address=SCHEDULER)
+        gateway = parse_config(GatewayConfig, raw, source="gateway")
+        scheduler = parse_config(SchedulerConfig, scheduler_config(mesh, state=state), source="scheduler")
+        (worker,) = mesh.workers
+        raw = worker_config(mesh, worker, state=state, scheduler_address=SCHEDULER)
+        tracing = parse_config(WorkerConfig, raw, source="worker").tracing
+        return gateway, [gateway.tracing, scheduler.tracing, tracing]
+
+    plain = plan(tmp_path)
+    gateway, all_tracing = configured(plain)
+    assert gateway.page.traces_listen is None
+    assert {tracing.exporter for tracing in all_tracing} == {"none"}
+    gateway, all_tracing = configured(replace(plain, traces_listen="127.0.0.1:4000"))
+    assert gateway.page.traces_listen == "127.0.0.1:4000"
+    assert {tracing.endpoint for tracing in all_tracing} == {"http://127.0.0.1:4000"}
+    assert {tracing.max_traces_per_s for tracing in all_tracing} == {PAGE_TRACES_PER_S}
+    gateway, all_tracing = configured(plan(tmp_path, otlp_endpoint="http://collector:4317"))
+    assert gateway.page.traces_listen is None
+    assert {tracing.endpoint for tracing in all_tracing} == {"http://collector:4317"}

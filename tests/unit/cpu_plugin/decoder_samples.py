@@ -12,7 +12,7 @@ import torch
 from meshkit.modelstore import BLOCK_LAYOUTS
 from plugins.cpu.native.loading import load_kernel
 from plugins.cpu.step_program import CpuStepProgram
-from plugins.sdk.runner import FloatArray, IntArray
+from plugins.sdk.runner import AllowedTokens, FloatArray, IntArray
 from plugins.sdk.step_program import (
     LLAMA,
     DecoderLayer,
@@ -171,6 +171,7 @@ class Session:
         *,
         draws: DrawSettings | None = None,
         every: bool = False,
+        allowed: AllowedTokens | None = None,
     ) -> ProgramOutputs:
         """runs: (tokens, position of the first, pages) of each sequence. Logits of the last token of each, or
         of every token.
@@ -190,6 +191,7 @@ class Session:
                 sampled_rows=int32(rows),
                 sampled_slots=int32(np.arange(len(rows))),
                 draws=draws,
+                allowed=allowed,
             )
         )
         return ProgramOutputs(outputs.logits.copy(), outputs.token_ids)

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from email.message import Message
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts/licenses.py"
+from tests.support.scripts import loaded_script
 
 
 @pytest.fixture(scope="module")
 def licenses() -> Iterator[ModuleType]:
-    """scripts/licenses.py, which is no part of a package."""
-    spec = importlib.util.spec_from_file_location("chipmesh_licenses", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with loaded_script("licenses") as module:
+        yield module
 
 
 def test_every_dependencys_licence_is_allowed(licenses: ModuleType) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshkit.cli.doctor import best_copy
+from meshkit.cli.doctor.probe_ports import addresses_of
 from meshkit.cli.doctor.proc import Proc
 from meshkit.cli.doctor.targets import find_targets, read_target
 from meshkit.cli.state import StateDir
@@ -97,3 +98,17 @@ def test_the_best_copy_is_kept_and_a_slower_one_does_not_replace_it(tmp_path: Pa
     assert best_copy.keep(tmp_path, 4e9)
     assert best_copy.recall(tmp_path) == 9e9
     assert not best_copy.keep(tmp_path / best_copy.FILE, 10e9), "a folder that cannot be written"
+
+
+def test_the_openai_listener_of_a_gateway_is_an_address_to_look_at(tmp_path: Path) -> None:
+    fields = {"models": [{"name": "m", "context_length": 9}], "scheduler_address": "127.0.0.1:7"}
+    target = read_target(
+        write(tmp_path / "gateway.json", listen="127.0.0.1:8", openai_listen="0.0.0.0:9", **fields),
+        proc=Proc(),
+    )
+    assert [each[:2] for each in addresses_of(target)] == [
+        ("grpc", "127.0.0.1:8"),
+        ("openai", "127.0.0.1:9"),
+    ]
+    without = read_target(write(tmp_path / "gateway.json", listen="127.0.0.1:8", **fields), proc=Proc())
+    assert [each[0] for each in addresses_of(without)] == ["grpc"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.generation_spec import Finish, FinishReason, GenerationSpec, Sampling, StopConditions
+from gateway.generation_spec import Finish, FinishReason, GenerationSpec, Placed, Sampling, StopConditions
 from gateway.given_output import check_agrees, check_same, take_in
 from gateway.live_request import LiveRequest
 from gateway.models import ServedModel
@@ -23,6 +23,7 @@ class Unobserved:
     """An observer that is not interested."""
 
     def on_queued(self) -> None: ...
+    def on_placed(self, placement: Placed) -> None: ...
     def on_tokens(self, count: int) -> None: ...
     def on_end(self, request: LiveRequest) -> None: ...
 

@@ -28,6 +28,9 @@ class Observed:
     def on_queued(self) -> None:
         self.told.append("queued")
 
+    def on_placed(self, placement: Placed) -> None:
+        self.told.append(f"placed on {placement.worker}")
+
     def on_tokens(self, count: int) -> None:
         self.told.append(f"{count} tokens")
 

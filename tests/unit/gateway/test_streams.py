@@ -19,8 +19,9 @@ def key(request_id: str, owner: str = "") -> RequestKey:
 class Named:
     """All that the table looks at in a request."""
 
-    def __init__(self, request_id: str, owner: str = "") -> None:
+    def __init__(self, request_id: str, owner: str = "", *, prompt_tokens: int = 1) -> None:
         self.spec = self
+        self.prompt_tokens = prompt_tokens
         self.request_id = request_id
         self.key = key(request_id, owner)
         self.ended_well = True
@@ -34,8 +35,8 @@ class Clock:
         return self.now
 
 
-def start(table: StreamTable, request_id: str, owner: str = "") -> Any:
-    request: Any = Named(request_id, owner)
+def start(table: StreamTable, request_id: str, owner: str = "", *, prompt_tokens: int = 1) -> Any:
+    request: Any = Named(request_id, owner, prompt_tokens=prompt_tokens)
     table.reserve(request.spec.key)
     table.add(request)
     return request
@@ -60,7 +61,7 @@ def test_reserved_and_live_requests_share_the_places() -> None:
     table.reserve(key("b"))
     with pytest.raises(ResourceExhausted) as caught:
         table.reserve(key("c"))
-    assert caught.value.retry_after_s == 1.0
+    assert caught.value.retry_after_s is not None
     table.retire(live, keep=True)
     table.reserve(key("c"))
 
@@ -174,3 +175,44 @@ def test_places_are_counted_by_owner() -> None:
     table.release(key("a", "team-b"))
     assert [table.busy_count_of(owner) for owner in ("team-a", "team-b")] == [1, 0]
     assert table.busy_count == 1
+
+
+def test_places_that_one_owner_has_taken_are_not_all_gone_for_another() -> None:
+    table = StreamTable(max_live=4, keep_finished_s=30)
+    for number in range(4):
+        table.reserve(key(f"flood-{number}", "flood"))
+    with pytest.raises(ResourceExhausted):
+        table.reserve(key("flood-4", "flood"))
+    table.reserve(key("a", "other"))
+    table.reserve(key("b", "other"))
+    with pytest.raises(ResourceExhausted):
+        table.reserve(key("c", "other"))  # Two of four is its share.
+
+
+def test_prompt_tokens_of_live_requests_are_bounded_and_free_again_at_their_end() -> None:
+    table = StreamTable(max_live=10, max_prompt_tokens=100, keep_finished_s=30)
+    table.check_prompt("", 5000)  # One alone may be larger than the bound.
+    large = start(table, "a", prompt_tokens=80)
+    table.check_prompt("", 20)
+    with pytest.raises(
+        ResourceExhausted, match="80 prompt tokens are live at this gateway, the limit is 100"
+    ):
+        table.check_prompt("", 21)
+    table.retire(large, keep=False)
+    table.check_prompt("", 21)
+
+
+def test_a_refused_one_is_told_the_time_in_which_places_become_free() -> None:
+    clock = Clock()
+    table = StreamTable(max_live=1, keep_finished_s=30, clock=clock)
+    for _ in range(40):  # Each takes four seconds.
+        request = start(table, "a")
+        clock.now += 4.0
+        table.retire(request, keep=False)
+    table.reserve(key("a"))
+    waits = []
+    for _ in range(2):
+        with pytest.raises(ResourceExhausted) as refused:
+            table.reserve(key("b"))
+        waits.append(refused.value.retry_after_s)
+    assert waits == pytest.approx([4.0, 8.0])

@@ -93,11 +93,26 @@ def test_a_request_that_a_token_budget_refuses_does_not_count_as_one() -> None:
 
 
 def test_live_requests_have_a_limit() -> None:
-    tenant = tenant_of(Clock(), max_live_requests=2)
+    clock = Clock()
+    tenant = tenant_of(clock, max_live_requests=2)
+    for _ in range(2):
+        tenant.admit(live=0)
+        clock.now += 3.0
+        tenant.count_ended()
     tenant.admit(live=1)
     error = refusal(tenant, live=2)
     assert "max_live_requests of this key is 2" in error.message
-    assert error.retry_after_s == 1.0
+    assert error.retry_after_s == pytest.approx(3.0)  # As long as its requests took so far.
+
+
+def test_a_key_may_not_ask_for_more_priority_than_it_was_given() -> None:
+    tenant = tenant_of(Clock(), max_priority=5)
+    tenant.check_priority(5)
+    with pytest.raises(InvalidArgument, match="at most 5") as refused:
+        tenant.check_priority(6)
+    assert refused.value.field == "scheduling.priority"
+    tenant_of(Clock()).check_priority(1000)
+    Tenant().check_priority(1000)
 
 
 def test_other_limits_count_at_once_and_what_was_spent_stays_spent() -> None:

@@ -10,6 +10,8 @@ import torch
 from meshkit.errors import InvalidArgument
 from plugins.cpu.options import CpuOptions
 from plugins.cpu.plugin import CpuBackend
+from plugins.sdk.catalogue import CATALOGUE
+from plugins.sdk.operators import REFERENCE
 from plugins.sdk.reference.quantized import dequantize_w4, linear_w4a16, linear_w8a8, quantize_rows
 from plugins.sdk.runner import LoadedModel, LoadOptions
 from tests.unit.models.tiny_llama import write_model
@@ -77,3 +79,30 @@ def test_a_quantised_model_is_smaller_and_says_what_it_is(tmp_path: Path, quanti
     assert f"linear_{quantization}" in calls
     assert calls["rotary"] == 2
     assert "qkv_rotary" not in calls
+
+
+@pytest.mark.parametrize(("quantization", "tolerance"), [("w8a8", 0.03), ("w4a16", 0.25)])
+def test_quantised_experts_make_about_what_plain_ones_make(quantization: str, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(4)
+    gate_up = torch.randn(5, 2 * 32, 64, generator=generator) / 8
+    down = torch.randn(5, 64, 32, generator=generator) / 6
+    x = torch.randn(9, 64, generator=generator)
+    choice = REFERENCE["moe_route"](torch.randn(9, 5, generator=generator), 2, 1)
+    plain = QuantizationPolicy().pack_experts(gate_up, down)
+    packed = QuantizationPolicy(quantization).pack_experts(gate_up, down)
+    assert packed.operator == f"moe_experts_{quantization}"
+    assert packed.nbytes < plain.nbytes / 2
+    expected = REFERENCE[plain.operator](x, *plain.tensors.values(), *choice)
+    got = REFERENCE[packed.operator](x, *packed.tensors.values(), *choice)
+    # A level is a third of a weight's deviation, so 4 bits are off by a tenth in each of three products.
+    assert float((got - expected).norm()) < tolerance * float(expected.norm())
+    assert (
+        CATALOGUE[packed.operator].fixed_symbols
+        >= packed.sizes.keys()
+        == CATALOGUE[packed.operator].fixed_symbols - {"A"}
+    )
+
+
+def test_experts_that_no_group_divides_stay_plain() -> None:
+    packed = QuantizationPolicy("w4a16").pack_experts(torch.ones(2, 80, 64), torch.ones(2, 64, 40))
+    assert packed.operator == "moe_experts"

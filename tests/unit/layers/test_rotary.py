@@ -42,9 +42,30 @@ def test_llama_3_keeps_short_waves_and_stretches_long_ones() -> None:
     assert scaled.tolist() == pytest.approx([1.0, 1.0, 0.5 / 8 + 0.5, 1 / 8, 1 / 8])
 
 
-def test_an_unknown_scaling_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(InvalidArgument, match=r"'yarn'.*linear, llama3") as caught:
+def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_blends_by_index_between() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    frequencies = 10000.0 ** -(torch.arange(0, 32, dtype=torch.float64) / 32)
+    scaled = scale_frequencies(frequencies, scaling) / frequencies
+    turns = 1024 * frequencies / (2 * math.pi)
+    # The first index that turns less than 32 times, rounded down, and the last that turns once, rounded up.
+    low, high = int((turns >= 32).sum()) - 1, int((turns > 1).sum())
+    assert scaled[: low + 1].tolist() == [1.0] * (low + 1)
+    assert scaled[high:].tolist() == pytest.approx([0.25] * (32 - high))
+    middle = (low + high) // 2
+    share = (middle - low) / (high - low)
+    assert float(scaled[middle]) == pytest.approx(1 - share + share / 4)
+    table = build_cos_sin(head_dim=64, context=4, theta=1e4, scaling=scaling, device=CPU)
+    assert float(table[0, 0]) == pytest.approx(0.1 * math.log(4.0) + 1)
+
+
+def test_yarn_without_its_trained_context_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="original_max_position_embeddings"):
         scale_frequencies(torch.ones(2), {"rope_type": "yarn", "factor": 4.0})
+
+
+def test_an_unknown_scaling_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(InvalidArgument, match=r"'longrope'.*linear, llama3, yarn") as caught:
+        scale_frequencies(torch.ones(2), {"rope_type": "longrope", "factor": 4.0})
     assert caught.value.field == "model_path"
 
 

@@ -52,7 +52,7 @@ def test_what_the_file_says_is_what_the_service_gets(tmp_path: Path) -> None:
 def test_an_unknown_field_is_named_with_the_fields_that_are_known_there(tmp_path: Path) -> None:
     error = refusal(tmp_path, {"tracing": {"exportr": "otlp"}})
     assert error.field == "tracing.exportr"
-    assert "known here: endpoint, exporter, sampling_ratio" in error.message
+    assert "known here: endpoint, exporter, max_traces_per_s, sampling_ratio" in error.message
 
 
 def test_a_word_outside_the_allowed_ones_is_shown_with_all_of_them(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ class TinyGguf:
         self.tokens = ["<s>", "</s>", *alphabet, "He", "ll", "<tool>"]
         self.token_types = [3, 3, *([1] * 256), 1, 1, 4]
         self.merges = ["H e", "l l"]
+        self.scores: list[float] = []
         self.shapes = {
             "token_embd.weight": (len(self.tokens), 32),
             "output_norm.weight": (32,),
@@ -63,6 +64,8 @@ class TinyGguf:
         writer.add_token_list(self.tokens)
         writer.add_token_types(self.token_types)
         writer.add_token_merges(self.merges)
+        if self.scores:
+            writer.add_token_scores(self.scores)
         random = np.random.default_rng(0)
         for tensor, shape in self.shapes.items():
             values = random.normal(size=shape).astype(np.float32)

@@ -181,7 +181,11 @@ def _other_pre_tokenizer(tiny: TinyGguf) -> None:
     tiny.metadata["tokenizer.ggml.pre"] = "viking"
 
 
-def _sentencepiece(tiny: TinyGguf) -> None:
+def _wordpiece(tiny: TinyGguf) -> None:
+    tiny.metadata["tokenizer.ggml.model"] = "bert"
+
+
+def _no_scores(tiny: TinyGguf) -> None:
     tiny.metadata["tokenizer.ggml.model"] = "llama"
 
 
@@ -189,8 +193,12 @@ def _partial_rotary(tiny: TinyGguf) -> None:
     tiny.metadata["llama.rope.dimension_count"] = 4
 
 
-def _yarn(tiny: TinyGguf) -> None:
-    tiny.metadata["llama.rope.scaling.type"] = "yarn"
+def _longrope(tiny: TinyGguf) -> None:
+    tiny.metadata["llama.rope.scaling.type"] = "longrope"
+
+
+def _linear_without_a_factor(tiny: TinyGguf) -> None:
+    tiny.metadata["llama.rope.scaling.type"] = "linear"
 
 
 def _strange_tensor(tiny: TinyGguf) -> None:
@@ -208,11 +216,13 @@ def _damaged_merges(tiny: TinyGguf) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (_experts, ["8 experts", "supported"]),
+        (_experts, ["llama.expert_used_count", "positive integer"]),
         (_other_pre_tokenizer, ["viking", "smollm", "llama-bpe", "qwen2", "gpt-2"]),
-        (_sentencepiece, ["'llama'", "supported: gpt2"]),
+        (_wordpiece, ["'bert'", "supported: gpt2, llama"]),
+        (_no_scores, ["tokenizer.ggml.scores"]),
         (_partial_rotary, ["4 of 8 dimensions"]),
-        (_yarn, ["yarn", "linear"]),
+        (_longrope, ["longrope", "linear or yarn"]),
+        (_linear_without_a_factor, ["llama.rope.scaling.factor"]),
         (_strange_tensor, ["blk.0.ssm_a.weight"]),
         (_no_size, ["llama.embedding_length"]),
         (_damaged_merges, ["vocabulary", "damaged"]),

@@ -8,7 +8,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from scheduler_svc.core.errors import QueueFull, RequestTooLarge, UnknownModel, UnknownPolicy, UnknownReplica
+from scheduler_svc.core.errors import (
+    CannotConstrain,
+    QueueFull,
+    RequestTooLarge,
+    UnknownModel,
+    UnknownPolicy,
+    UnknownReplica,
+)
 from scheduler_svc.core.mesh import MeshCore
 from scheduler_svc.core.structures import (
     Event,
@@ -363,6 +370,34 @@ def test_a_large_request_goes_to_the_replica_that_can_hold_it() -> None:
     assert mesh.where(request) == [B]
     with pytest.raises(RequestTooLarge, match="has 200 tokens; the replica has room for 160"):
         mesh.submit(make_request(range(200), 2))
+
+
+def constrained_request() -> Request:
+    request = make_request([1, 2, 3], 2)
+    request.is_constrained = True
+    return request
+
+
+def test_a_constrained_request_goes_to_the_replicas_that_can_follow_its_form() -> None:
+    mesh = Mesh().group("without", weight=100).group("with", weight=0.01)
+    mesh.join(A, "without", replace(make_limits(), takes_constraints=False))
+    mesh.join(B, "with")
+    request = constrained_request()
+    mesh.submit(request)
+    mesh.run()
+    assert mesh.where(request) == [B]
+
+
+def test_a_constrained_request_that_no_replica_can_follow_is_told_so() -> None:
+    mesh = Mesh().group("g")
+    waiting = constrained_request()
+    mesh.submit(waiting)
+    mesh.join(A, "g", replace(make_limits(), takes_constraints=False))
+    failed = mesh.end(waiting)
+    assert isinstance(failed, Failed)
+    assert failed.reason == "CONSTRAINT_UNSUPPORTED"
+    with pytest.raises(CannotConstrain, match="form"):
+        mesh.submit(constrained_request())
 
 
 def test_a_request_that_waited_for_a_replica_too_small_for_it_is_told_so() -> None:

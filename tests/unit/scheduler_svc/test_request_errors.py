@@ -15,7 +15,7 @@ from scheduler_svc.request_errors import error_of_failure, refusal
     ("error", "code", "field", "mentioned"),
     [
         (UnknownModel("x", ["m"]), grpc.StatusCode.NOT_FOUND, "model", ["'x'", "m"]),
-        (QueueFull(7), grpc.StatusCode.RESOURCE_EXHAUSTED, None, ["7"]),
+        (QueueFull(7, waiting=7, what="requests"), grpc.StatusCode.RESOURCE_EXHAUSTED, None, ["7"]),
         (
             RequestTooLarge(tokens=120, room_tokens=100),
             grpc.StatusCode.INVALID_ARGUMENT,
@@ -33,20 +33,20 @@ from scheduler_svc.request_errors import error_of_failure, refusal
 def test_each_refusal_has_its_code_and_field(
     error: SchedulerError, code: grpc.StatusCode, field: str | None, mentioned: list[str]
 ) -> None:
-    mapped = refusal(error, context_tokens=100)
+    mapped = refusal(error, context_tokens=100, retry_after_s=0.5)
     assert (mapped.code, mapped.field) == (code, field)
     assert all(word in mapped.message for word in mentioned)
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
-    mapped = refusal(QueueFull(7), context_tokens=None)
+    mapped = refusal(QueueFull(7, waiting=7, what="requests"), context_tokens=None, retry_after_s=2.5)
     assert isinstance(mapped, ResourceExhausted)
     assert mapped.retry_after_s is not None
     assert mapped.reason == "QUEUE_FULL"
 
 
 def test_a_fault_of_the_core_tells_a_client_nothing_of_the_inside() -> None:
-    mapped = refusal(SchedulerError("slot 3 of radix node 7"), context_tokens=None)
+    mapped = refusal(SchedulerError("slot 3 of radix node 7"), context_tokens=None, retry_after_s=0.0)
     assert mapped.code is grpc.StatusCode.INTERNAL
     assert "radix" not in mapped.message
 

@@ -71,7 +71,19 @@ def test_history_ends_where_the_admission_counts_the_output() -> None:
     plan = StepPlan(step_seq=1, admitted=(admission(history=True),))
     (admitted,) = encode_plans([plan], epoch=1).plans[0].admitted
     assert list(admitted.penalty_prompt_token_ids) == [1, 2, 3]
-    assert list(admitted.penalty_output_token_ids) == [4]
+    assert list(admitted.output_token_ids) == [4]
+
+
+def test_a_constraint_needs_the_output_and_not_the_prompt() -> None:
+    constrained = admission(history=True)
+    constrained.request.payload.sampling = sampling_pb2.SamplingParameters(
+        repetition_penalty=1.0, constraint=sampling_pb2.Constraint(regex="a*")
+    )
+    assert needs_history(constrained.request.payload.sampling)
+    (admitted,) = encode_plans([StepPlan(step_seq=1, admitted=(constrained,))], epoch=1).plans[0].admitted
+    assert list(admitted.penalty_prompt_token_ids) == []
+    assert list(admitted.output_token_ids) == [4]
+    assert admitted.sampling.constraint.regex == "a*"
 
 
 def test_a_decode_step_over_an_unchanged_batch_is_a_few_bytes() -> None:

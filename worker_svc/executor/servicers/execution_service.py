@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from functools import partial
 
@@ -23,23 +23,32 @@ from chipmesh.device.v1alpha1.execution_pb2 import (
     UnloadModelResponse,
 )
 from chipmesh.device.v1alpha1.execution_pb2_grpc import ExecutionServiceServicer
-from meshkit.errors import Aborted, FailedPrecondition, Unimplemented
+from meshkit.errors import Aborted, FailedPrecondition
 from meshkit.rpc.handlers import Context
 from meshkit.telemetry.logging import get_logger
 from worker_svc.device_thread import DeviceThread
 from worker_svc.executor.step_stream import StepStream
+from worker_svc.profile.profiling import Profiling
 from worker_svc.step_engine import StepEngine
 
 log = get_logger(__name__)
 
 
 class ExecutionService(ExecutionServiceServicer):
-    """One model on one device, for one scheduler at a time."""
+    """One model on one device, for one scheduler at a time. facts: of the executor, for profiles."""
 
-    def __init__(self, engine: StepEngine, device: DeviceThread, *, instance_id: str) -> None:
+    def __init__(
+        self,
+        engine: StepEngine,
+        device: DeviceThread,
+        *,
+        instance_id: str,
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
         self._engine = engine
         self._device = device
         self._instance_id = instance_id
+        self._profiling = Profiling(engine, device, facts=facts or {})
         self._streams: set[StepStream] = set()
 
     async def LoadModel(
@@ -104,12 +113,9 @@ class ExecutionService(ExecutionServiceServicer):
             self._streams.discard(stream)
 
     async def Profile(self, request: ProfileRequest, context: Context) -> ProfileResponse:
-        """No plugin contract has a profiler yet."""
-        del request, context
-        raise Unimplemented(
-            "Profile is not offered: the plugin contract of this release has no profiler",
-            reason="NO_PROFILER",
-        )
+        """Record the device while it serves."""
+        del context
+        return ProfileResponse(chrome_trace=await self._profiling.run(request.duration))
 
     async def UnloadModel(self, request: UnloadModelRequest, context: Context) -> UnloadModelResponse:
         """Free the model and the pages."""

@@ -9,8 +9,10 @@ later ones over earlier ones, objects field by field.
 
 {{/* Of all services: (dict "root" $ "folder" where the service finds its certificate, or "" if its pod says that). */}}
 {{- define "chipmesh.sharedConfiguration" -}}
-{{- with .root.Values.tracing.endpoint }}
-30-tracing.json: {{ dict "tracing" (dict "exporter" "otlp" "endpoint" .) | toJson | quote }}
+{{- with .root.Values.tracing }}
+{{- if .endpoint }}
+30-tracing.json: {{ dict "tracing" (dict "exporter" "otlp" "endpoint" .endpoint "sampling_ratio" .samplingRatio "max_traces_per_s" .maxTracesPerSecond) | toJson | quote }}
+{{- end }}
 {{- end }}
 {{- if eq .root.Values.tls.mode "none" }}
 40-tls.json: {{ dict "insecure_network" true | toJson | quote }}

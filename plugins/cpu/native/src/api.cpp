@@ -142,10 +142,17 @@ int chipmesh_run(Program* program, const StepArguments* arguments) {
     return sound ? status : 2;
 }
 
-// seconds: [kPhases], since the last call.
-void chipmesh_take_profile(Program* program, double* seconds) {
-    const auto taken = program->step.take_profile();
-    std::copy(taken.begin(), taken.end(), seconds);
+int chipmesh_start_timing(Program* program, std::int64_t most_runs) {
+    return guarded([&] { program->step.start_timing(static_cast<std::size_t>(most_runs)); });
+}
+
+// calls, seconds: [kPhases], since start_timing. runs: room for most_runs of then. Returns how many there are.
+std::int64_t chipmesh_stop_timing(Program* program, std::int64_t* calls, double* seconds, PhaseRun* runs) {
+    const Timing taken = program->step.stop_timing();
+    std::copy(taken.calls.begin(), taken.calls.end(), calls);
+    std::copy(taken.seconds.begin(), taken.seconds.end(), seconds);
+    std::copy(taken.runs.begin(), taken.runs.end(), runs);
+    return static_cast<std::int64_t>(taken.runs.size());
 }
 
 // For benchmarks: the processor's limits, and one product by itself.

@@ -85,11 +85,24 @@ double uniform(std::uint64_t seed, std::uint64_t choice, std::uint64_t output_in
     return (static_cast<double>(c0 >> 5) * 67108864.0 + static_cast<double>(c1 >> 6)) / 9007199254740992.0;
 }
 
+std::int64_t largest_allowed(const float* logits, std::int64_t vocab, const std::uint32_t* allowed) {
+    std::int64_t top = -1;
+    for (std::int64_t word = 0; word * 32 < vocab; ++word)
+        for (std::uint32_t left = allowed[word]; left != 0; left &= left - 1) {
+            const std::int64_t token = word * 32 + __builtin_ctz(left);
+            if (token < vocab && (top < 0 || logits[token] > logits[top])) top = token;
+        }
+    return top;
+}
+
 std::int64_t draw(const Kernels& kernels, const float* logits, std::int64_t vocab, std::int64_t top,
-                  const SamplingRow& settings) {
+                  const SamplingRow& settings, const std::uint32_t* allowed) {
     static thread_local Row row;
     row.scores.resize(vocab), row.weights.resize(vocab);
     kernels.weigh_scores(logits, vocab, logits[top], settings.temperature, row.scores.data(), row.weights.data());
+    if (allowed != nullptr)
+        for (std::int64_t i = 0; i < vocab; ++i)
+            if (!is_allowed(allowed, i)) row.scores[i] = kNone, row.weights[i] = 0.0;
     double floor = settings.min_p > 0.0f ? std::log(static_cast<double>(settings.min_p)) : kNone;
     floor = std::max(floor, filter_floor(row, settings));
     // Cumulative weights in place of the weights.

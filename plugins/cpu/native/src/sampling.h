@@ -32,7 +32,13 @@ struct SlotSettings {
 // In [0, 1), with 53 random bits: Philox4x32-10 of the row's key and counter.
 double uniform(std::uint64_t seed, std::uint64_t choice, std::uint64_t output_index);
 
-// top: index of the largest logit; all are finite.
-std::int64_t draw(const Kernels& kernels, const float* logits, std::int64_t vocab, std::int64_t top, const SamplingRow& row);
+// top: index of the largest logit of those allowed; all are finite. allowed: a bit for each token, or nullptr for all of them.
+std::int64_t draw(const Kernels& kernels, const float* logits, std::int64_t vocab, std::int64_t top, const SamplingRow& row,
+                  const std::uint32_t* allowed);
+
+inline bool is_allowed(const std::uint32_t* allowed, std::int64_t token) { return allowed[token / 32] >> token % 32 & 1u; }
+
+// Index of the largest allowed logit, the lowest among equals; -1 where none is allowed.
+std::int64_t largest_allowed(const float* logits, std::int64_t vocab, const std::uint32_t* allowed);
 
 }  // namespace chipmesh

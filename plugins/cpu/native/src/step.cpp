@@ -60,7 +60,7 @@ bool Step::run(const StepArguments& arguments) {
     blocks_ = Blocks::of(at_.tokens, kernels_.max_rows);
     head_blocks_ = Blocks::of(at_.sampled, kernels_.max_rows);
     make_room();
-    phase_begun_ = std::chrono::steady_clock::now();
+    if (timed_) phase_begun_ = std::chrono::steady_clock::now();
     team_.run(job_);
     return true;
 }
@@ -114,15 +114,33 @@ void Step::make_room() {
 
 // The first thread keeps the time.
 void Step::ended(const Walk& walk, Phase phase) {
-    if (walk.thread() != 0) return;
-    const auto now = std::chrono::steady_clock::now();
-    profile_[phase] += std::chrono::duration<double>(now - phase_begun_).count();
-    phase_begun_ = now;
+    if (!is_timed(walk)) return;
+    if (rotated_.count() > 0) record(kRotate, phase_begun_ + rotated_);
+    rotated_ = {};
+    record(phase, std::chrono::steady_clock::now());
 }
 
-std::array<double, kPhases> Step::take_profile() {
-    const auto taken = profile_;
-    profile_.fill(0.0);
+void Step::record(Phase phase, std::chrono::steady_clock::time_point until) {
+    const auto nanoseconds = [](std::chrono::steady_clock::time_point at) {
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count();
+    };
+    ++timing_.calls[phase];
+    timing_.seconds[phase] += std::chrono::duration<double>(until - phase_begun_).count();
+    if (timing_.runs.size() < timing_.most_runs) timing_.runs.push_back({phase, nanoseconds(phase_begun_), nanoseconds(until)});
+    phase_begun_ = until;
+}
+
+void Step::start_timing(std::size_t most_runs) {
+    timing_ = {};
+    timing_.most_runs = most_runs;
+    timing_.runs.reserve(most_runs);
+    timed_ = true;
+}
+
+Timing Step::stop_timing() {
+    timed_ = false;
+    Timing taken;
+    std::swap(taken, timing_);
     return taken;
 }
 
@@ -174,6 +192,7 @@ void Step::gather_sampled(Walk& walk) {
         std::memcpy(sampled_rows_.data() + row * hidden, residual_.data() + at_.sampled_rows[row] * hidden,
                     hidden * sizeof(float));
     });
+    ended(walk, kGather);
 }
 
 Step::Input Step::normalise(Walk& walk, const std::vector<float>& weight, const float* rows, const Blocks& blocks,
@@ -188,6 +207,7 @@ Step::Input Step::normalise(Walk& walk, const std::vector<float>& weight, const 
     if (blocks.rows <= kFewRows) {
         // What a late thread made of rows that have changed would go into no product.
         for (std::int64_t row = 0; row < blocks.rows && !walk.late(); ++row) one(own.normed.data(), own.rounded.data(), row);
+        ended(walk, kNorm);
         return {own.normed.data(), own.rounded.data()};
     }
     // By blocks: rows of one block share their cache lines.
@@ -211,6 +231,7 @@ Step::Input Step::round(Walk& walk, const float* rows, const Blocks& blocks, con
         std::int32_t* own = locals_[walk.thread()].rounded.data();
         for (std::int64_t row = 0; row < blocks.rows && !walk.late(); ++row)
             round_to(own, blocks, rows + row * next.inner, next.inner, row);
+        ended(walk, kRound);
         return {nullptr, own};
     }
     walk.each(blocks.count, [&](std::int64_t block) {
@@ -261,7 +282,6 @@ void Step::multiply_alone(const Matrix& matrix, const float* a, std::int64_t row
     };
     team_.run(job);
     team_.settle();
-    take_profile();
 }
 
 // Part 0 (keys) or 1 (values) of a layer: head `group` of page 0.
@@ -325,9 +345,18 @@ void Step::attend(Walk& walk, std::int64_t layer) {
     const std::int64_t groups = model_.sizes.kv_heads, tokens = at_.tokens, pieces = tokens * groups;
     // Where no token attends to another of this step, positions, writing and attention are one phase.
     const bool together = alone_ && !spread_;
-    if (!together) walk.each(pieces, [&](std::int64_t piece) { rotate_and_write(layer, piece / groups, piece % groups); });
+    if (!together) {
+        walk.each(pieces, [&](std::int64_t piece) { rotate_and_write(layer, piece / groups, piece % groups); });
+        ended(walk, kRotate);
+    }
+    const auto rotate_first = [&](std::int64_t row, std::int64_t group) {
+        if (!is_timed(walk)) return rotate_and_write(layer, row, group);
+        const auto begun = std::chrono::steady_clock::now();
+        rotate_and_write(layer, row, group);
+        rotated_ += std::chrono::steady_clock::now() - begun;
+    };
     const auto attend_to = [&](std::int64_t row, std::int64_t group) {
-        if (together) rotate_and_write(layer, row, group);
+        if (together) rotate_first(row, group);
         attend_row(locals_[walk.thread()], layer, row, group);
     };
     if (spread_) {
@@ -377,14 +406,21 @@ void Step::attend_in_splits(Walk& walk, std::int64_t layer) {
     });
 }
 
+const std::uint32_t* Step::allowed_of(std::int64_t row) const {
+    if (at_.allowed_rows == nullptr || at_.allowed_rows[row] < 0) return nullptr;
+    return at_.allowed + at_.allowed_rows[row] * ((model_.sizes.vocab + 31) / 32);
+}
+
 void Step::sample(Walk& walk) {
     const std::int64_t vocab = model_.sizes.vocab;
     walk.each(at_.sampled, 1, [&](std::int64_t row) {
         const float* logits = at_.logits + row * vocab;
-        const std::int64_t top = kernels_.argmax(logits, vocab);
+        std::int64_t top = kernels_.argmax(logits, vocab);
+        const std::uint32_t* allowed = allowed_of(row);
+        if (top >= 0 && allowed != nullptr) top = largest_allowed(logits, vocab, allowed);
         const SamplingRow settings = at_.settings.of(at_.sampled_slots[row]);
         const bool greedy = top < 0 || settings.temperature == 0.0f;
-        at_.chosen[row] = static_cast<std::int32_t>(greedy ? top : draw(kernels_, logits, vocab, top, settings));
+        at_.chosen[row] = static_cast<std::int32_t>(greedy ? top : draw(kernels_, logits, vocab, top, settings, allowed));
     });
     ended(walk, kSample);
 }

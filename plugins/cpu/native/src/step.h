@@ -28,10 +28,25 @@ struct StepArguments {
     const std::int32_t* sampled_slots; // [sampled]: slot in `settings`, or nullptr: logits only
     SlotSettings settings;
     std::int32_t* chosen;             // [sampled]: token, or -1 where a logit is not finite
+    const std::int32_t* allowed_rows; // [sampled]: row of `allowed`, or -1 where every token is; nullptr: it is everywhere
+    const std::uint32_t* allowed;     // [rows][vocab / 32, rounded up]: bit i % 32 of word i / 32 for token i
 };
 
 // What a step's time goes to; the names are in library.py.
-enum Phase { kEmbed, kNorm, kRound, kQkvProduct, kAttend, kOutProduct, kGateUpProduct, kDownProduct, kHeadProduct, kSample, kPhases };
+enum Phase { kEmbed, kNorm, kRound, kQkvProduct, kRotate, kAttend, kOutProduct, kGateUpProduct, kDownProduct, kGather, kHeadProduct, kSample, kPhases };
+
+// One run of a phase, by the first thread's clock (nanoseconds of steady_clock); as in plugins/cpu/native/library.py.
+struct PhaseRun {
+    std::int64_t phase, begun, ended;
+};
+
+// What phases took, waiting for the team included, between start_timing and stop_timing.
+struct Timing {
+    std::array<std::int64_t, kPhases> calls{};
+    std::array<double, kPhases> seconds{};
+    std::vector<PhaseRun> runs;  // the first ones, as many as were wanted
+    std::size_t most_runs = 0;
+};
 
 class Step {
   public:
@@ -41,8 +56,9 @@ class Step {
     bool run(const StepArguments& arguments);
     // One product by itself: a as chipmesh_multiply has it -> out [rows][outputs].
     void multiply_alone(const Matrix& matrix, const float* a, std::int64_t rows, float* out);
-    // Seconds of each phase, waiting for the team included, since the last call.
-    std::array<double, kPhases> take_profile();
+    // From the next step on, without effect on what it computes. Not while a step runs.
+    void start_timing(std::size_t most_runs);
+    Timing stop_timing();
 
   private:
     struct Local {
@@ -58,7 +74,9 @@ class Step {
     bool is_sound() const;
     void make_room();
     void work(Walk& walk);
+    bool is_timed(const Walk& walk) const { return timed_ && walk.thread() == 0; }
     void ended(const Walk& walk, Phase phase);
+    void record(Phase phase, std::chrono::steady_clock::time_point until);
     void embed(Walk& walk);
     void gather_sampled(Walk& walk);
     Input normalise(Walk& walk, const std::vector<float>& weight, const float* rows, const Blocks& blocks, const Matrix& next);
@@ -75,6 +93,8 @@ class Step {
     Partial partial_at(float* memory) const;
     float* cache_of(std::int64_t layer, int part, std::int64_t group) const;
     std::int64_t page_stride() const;
+    // The bits of the tokens that a sampled row may take; nullptr: all of them.
+    const std::uint32_t* allowed_of(std::int64_t row) const;
     void sample(Walk& walk);
 
     const Model& model_;
@@ -86,8 +106,10 @@ class Step {
     bool alone_ = false;   // every token is of a sequence of its own: it attends to no other token of this step
     bool spread_ = false;  // few tokens with long contexts: their splits are shared out
     std::int64_t longest_ = 0;
+    bool timed_ = false;
     std::chrono::steady_clock::time_point phase_begun_;
-    std::array<double, kPhases> profile_{};
+    std::chrono::steady_clock::duration rotated_{};  // of the phase at hand, where positions are in it
+    Timing timing_;
     std::vector<Local> locals_;
     // attended_, inner_: in blocks, or row by row where what is next wants them in int8.
     std::vector<float> residual_, normed_, qkv_, attended_, inner_, partials_, sampled_rows_;

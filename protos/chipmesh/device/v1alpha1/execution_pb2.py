@@ -26,7 +26,7 @@ from chipmesh.device.v1alpha1 import sampling_pb2 as chipmesh_dot_device_dot_v1a
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(chipmesh/device/v1alpha1/execution.proto\x12\x18\x63hipmesh.device.v1alpha1\x1a\'chipmesh/device/v1alpha1/sampling.proto\x1a\x1egoogle/protobuf/duration.proto\"\xab\x01\n\x10LoadModelRequest\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12\x13\n\x0bload_format\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\r\x12\x0e\n\x06strict\x18\x06 \x01(\x08\x12\x11\n\tcache_dir\x18\x07 \x01(\t\x12\x14\n\x0cquantization\x18\x08 \x01(\t\"\x90\x01\n\x11LoadModelResponse\x12:\n\x08progress\x18\x01 \x01(\x0b\x32&.chipmesh.device.v1alpha1.LoadProgressH\x00\x12\x36\n\x05model\x18\x02 \x01(\x0b\x32%.chipmesh.device.v1alpha1.LoadedModelH\x00\x42\x07\n\x05\x65vent\"/\n\x0cLoadProgress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x10\n\x08\x66raction\x18\x02 \x01(\x01\"\xb2\x02\n\x0bLoadedModel\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x04 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x05 \x01(\x04\x12\x17\n\x0fweights_version\x18\x06 \x01(\t\x12\x15\n\rnumeric_class\x18\x07 \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x08 \x01(\t\x12\x11\n\tkv_layout\x18\t \x01(\t\x12=\n\toperators\x18\n \x03(\x0b\x32*.chipmesh.device.v1alpha1.OperatorDecision\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\"\x84\x03\n\x10OperatorDecision\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05where\x18\x04 \x01(\t\x12\r\n\x05\x63\x61lls\x18\x05 \x01(\r\x12\x44\n\x05sizes\x18\x06 \x03(\x0b\x32\x35.chipmesh.device.v1alpha1.OperatorDecision.SizesEntry\x12\x46\n\x06padded\x18\x07 \x03(\x0b\x32\x36.chipmesh.device.v1alpha1.OperatorDecision.PaddedEntry\x12\x39\n\x05parts\x18\x08 \x03(\x0b\x32*.chipmesh.device.v1alpha1.OperatorDecision\x1a,\n\nSizesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a-\n\x0bPaddedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"Y\n\x16\x41llocateKvCacheRequest\x12\x12\n\npage_count\x18\x01 \x01(\r\x12\x18\n\x10page_size_tokens\x18\x02 \x01(\r\x12\x11\n\tmax_slots\x18\x03 \x01(\r\"2\n\x17\x41llocateKvCacheResponse\x12\x17\n\x0f\x61llocated_bytes\x18\x01 \x01(\x04\":\n\rAttachRequest\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\"\x96\x01\n\x0e\x41ttachResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\npage_count\x18\x02 \x01(\r\x12\x18\n\x10page_size_tokens\x18\x03 \x01(\r\x12\x11\n\tmax_slots\x18\x04 \x01(\r\x12\x34\n\x05model\x18\x05 \x01(\x0b\x32%.chipmesh.device.v1alpha1.LoadedModel\"H\n\x13\x45xecuteStepsRequest\x12\x31\n\x05plans\x18\x01 \x03(\x0b\x32\".chipmesh.device.v1alpha1.StepPlan\"M\n\x14\x45xecuteStepsResponse\x12\x35\n\x07results\x18\x01 \x03(\x0b\x32$.chipmesh.device.v1alpha1.StepResult\"\xfd\x01\n\x08StepPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08step_seq\x18\x02 \x01(\x04\x12\x16\n\x0ereleased_slots\x18\x03 \x03(\r\x12;\n\x08\x61\x64mitted\x18\x04 \x03(\x0b\x32).chipmesh.device.v1alpha1.AdmittedRequest\x12\x32\n\x05pages\x18\x05 \x03(\x0b\x32#.chipmesh.device.v1alpha1.PageDelta\x12\x37\n\x07prefill\x18\x06 \x03(\x0b\x32&.chipmesh.device.v1alpha1.PrefillChunk\x12\x0e\n\x06\x64\x65\x63ode\x18\x07 \x01(\x08\"\xf7\x01\n\x0f\x41\x64mittedRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12>\n\x08sampling\x18\x02 \x01(\x0b\x32,.chipmesh.device.v1alpha1.SamplingParameters\x12\x14\n\x0coutput_count\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x10\n\x08page_ids\x18\x05 \x03(\r\x12 \n\x18penalty_prompt_token_ids\x18\x06 \x03(\r\x12 \n\x18penalty_output_token_ids\x18\x07 \x03(\r\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"+\n\tPageDelta\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x10\n\x08page_ids\x18\x02 \x03(\r\"L\n\x0cPrefillChunk\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04last\x18\x04 \x01(\x08\"\xf8\x01\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08step_seq\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12\x37\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32%.chipmesh.device.v1alpha1.SlotFailure\x12.\n\x0b\x64\x65vice_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tidle_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"<\n\x0bSlotFailure\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"=\n\x0eProfileRequest\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\'\n\x0fProfileResponse\x12\x14\n\x0c\x63hrome_trace\x18\x01 \x01(\x0c\"\x14\n\x12UnloadModelRequest\"\x15\n\x13UnloadModelResponse2\x8e\x05\n\x10\x45xecutionService\x12\x66\n\tLoadModel\x12*.chipmesh.device.v1alpha1.LoadModelRequest\x1a+.chipmesh.device.v1alpha1.LoadModelResponse0\x01\x12v\n\x0f\x41llocateKvCache\x12\x30.chipmesh.device.v1alpha1.AllocateKvCacheRequest\x1a\x31.chipmesh.device.v1alpha1.AllocateKvCacheResponse\x12[\n\x06\x41ttach\x12\'.chipmesh.device.v1alpha1.AttachRequest\x1a(.chipmesh.device.v1alpha1.AttachResponse\x12q\n\x0c\x45xecuteSteps\x12-.chipmesh.device.v1alpha1.ExecuteStepsRequest\x1a..chipmesh.device.v1alpha1.ExecuteStepsResponse(\x01\x30\x01\x12^\n\x07Profile\x12(.chipmesh.device.v1alpha1.ProfileRequest\x1a).chipmesh.device.v1alpha1.ProfileResponse\x12j\n\x0bUnloadModel\x12,.chipmesh.device.v1alpha1.UnloadModelRequest\x1a-.chipmesh.device.v1alpha1.UnloadModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(chipmesh/device/v1alpha1/execution.proto\x12\x18\x63hipmesh.device.v1alpha1\x1a\'chipmesh/device/v1alpha1/sampling.proto\x1a\x1egoogle/protobuf/duration.proto\"\xab\x01\n\x10LoadModelRequest\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12\x13\n\x0bload_format\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\r\x12\x0e\n\x06strict\x18\x06 \x01(\x08\x12\x11\n\tcache_dir\x18\x07 \x01(\t\x12\x14\n\x0cquantization\x18\x08 \x01(\t\"\x90\x01\n\x11LoadModelResponse\x12:\n\x08progress\x18\x01 \x01(\x0b\x32&.chipmesh.device.v1alpha1.LoadProgressH\x00\x12\x36\n\x05model\x18\x02 \x01(\x0b\x32%.chipmesh.device.v1alpha1.LoadedModelH\x00\x42\x07\n\x05\x65vent\"/\n\x0cLoadProgress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x10\n\x08\x66raction\x18\x02 \x01(\x01\"\xd1\x02\n\x0bLoadedModel\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x04 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x05 \x01(\x04\x12\x17\n\x0fweights_version\x18\x06 \x01(\t\x12\x15\n\rnumeric_class\x18\x07 \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x08 \x01(\t\x12\x11\n\tkv_layout\x18\t \x01(\t\x12=\n\toperators\x18\n \x03(\x0b\x32*.chipmesh.device.v1alpha1.OperatorDecision\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\x1d\n\x15no_constraints_reason\x18\x0c \x01(\t\"\x84\x03\n\x10OperatorDecision\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05where\x18\x04 \x01(\t\x12\r\n\x05\x63\x61lls\x18\x05 \x01(\r\x12\x44\n\x05sizes\x18\x06 \x03(\x0b\x32\x35.chipmesh.device.v1alpha1.OperatorDecision.SizesEntry\x12\x46\n\x06padded\x18\x07 \x03(\x0b\x32\x36.chipmesh.device.v1alpha1.OperatorDecision.PaddedEntry\x12\x39\n\x05parts\x18\x08 \x03(\x0b\x32*.chipmesh.device.v1alpha1.OperatorDecision\x1a,\n\nSizesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a-\n\x0bPaddedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"Y\n\x16\x41llocateKvCacheRequest\x12\x12\n\npage_count\x18\x01 \x01(\r\x12\x18\n\x10page_size_tokens\x18\x02 \x01(\r\x12\x11\n\tmax_slots\x18\x03 \x01(\r\"2\n\x17\x41llocateKvCacheResponse\x12\x17\n\x0f\x61llocated_bytes\x18\x01 \x01(\x04\":\n\rAttachRequest\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\"\x96\x01\n\x0e\x41ttachResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\npage_count\x18\x02 \x01(\r\x12\x18\n\x10page_size_tokens\x18\x03 \x01(\r\x12\x11\n\tmax_slots\x18\x04 \x01(\r\x12\x34\n\x05model\x18\x05 \x01(\x0b\x32%.chipmesh.device.v1alpha1.LoadedModel\"H\n\x13\x45xecuteStepsRequest\x12\x31\n\x05plans\x18\x01 \x03(\x0b\x32\".chipmesh.device.v1alpha1.StepPlan\"M\n\x14\x45xecuteStepsResponse\x12\x35\n\x07results\x18\x01 \x03(\x0b\x32$.chipmesh.device.v1alpha1.StepResult\"\xfd\x01\n\x08StepPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08step_seq\x18\x02 \x01(\x04\x12\x16\n\x0ereleased_slots\x18\x03 \x03(\r\x12;\n\x08\x61\x64mitted\x18\x04 \x03(\x0b\x32).chipmesh.device.v1alpha1.AdmittedRequest\x12\x32\n\x05pages\x18\x05 \x03(\x0b\x32#.chipmesh.device.v1alpha1.PageDelta\x12\x37\n\x07prefill\x18\x06 \x03(\x0b\x32&.chipmesh.device.v1alpha1.PrefillChunk\x12\x0e\n\x06\x64\x65\x63ode\x18\x07 \x01(\x08\"\xef\x01\n\x0f\x41\x64mittedRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12>\n\x08sampling\x18\x02 \x01(\x0b\x32,.chipmesh.device.v1alpha1.SamplingParameters\x12\x14\n\x0coutput_count\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x10\n\x08page_ids\x18\x05 \x03(\r\x12 \n\x18penalty_prompt_token_ids\x18\x06 \x03(\r\x12\x18\n\x10output_token_ids\x18\x07 \x03(\r\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"+\n\tPageDelta\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x10\n\x08page_ids\x18\x02 \x03(\r\"L\n\x0cPrefillChunk\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04last\x18\x04 \x01(\x08\"\xac\x02\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08step_seq\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12\x37\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32%.chipmesh.device.v1alpha1.SlotFailure\x12.\n\x0b\x64\x65vice_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tidle_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x63onstraint_time\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\"<\n\x0bSlotFailure\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"=\n\x0eProfileRequest\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\'\n\x0fProfileResponse\x12\x14\n\x0c\x63hrome_trace\x18\x01 \x01(\x0c\"\x14\n\x12UnloadModelRequest\"\x15\n\x13UnloadModelResponse2\x8e\x05\n\x10\x45xecutionService\x12\x66\n\tLoadModel\x12*.chipmesh.device.v1alpha1.LoadModelRequest\x1a+.chipmesh.device.v1alpha1.LoadModelResponse0\x01\x12v\n\x0f\x41llocateKvCache\x12\x30.chipmesh.device.v1alpha1.AllocateKvCacheRequest\x1a\x31.chipmesh.device.v1alpha1.AllocateKvCacheResponse\x12[\n\x06\x41ttach\x12\'.chipmesh.device.v1alpha1.AttachRequest\x1a(.chipmesh.device.v1alpha1.AttachResponse\x12q\n\x0c\x45xecuteSteps\x12-.chipmesh.device.v1alpha1.ExecuteStepsRequest\x1a..chipmesh.device.v1alpha1.ExecuteStepsResponse(\x01\x30\x01\x12^\n\x07Profile\x12(.chipmesh.device.v1alpha1.ProfileRequest\x1a).chipmesh.device.v1alpha1.ProfileResponse\x12j\n\x0bUnloadModel\x12,.chipmesh.device.v1alpha1.UnloadModelRequest\x1a-.chipmesh.device.v1alpha1.UnloadModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,45 +44,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOADPROGRESS']._serialized_start=464
   _globals['_LOADPROGRESS']._serialized_end=511
   _globals['_LOADEDMODEL']._serialized_start=514
-  _globals['_LOADEDMODEL']._serialized_end=820
-  _globals['_OPERATORDECISION']._serialized_start=823
-  _globals['_OPERATORDECISION']._serialized_end=1211
-  _globals['_OPERATORDECISION_SIZESENTRY']._serialized_start=1120
-  _globals['_OPERATORDECISION_SIZESENTRY']._serialized_end=1164
-  _globals['_OPERATORDECISION_PADDEDENTRY']._serialized_start=1166
-  _globals['_OPERATORDECISION_PADDEDENTRY']._serialized_end=1211
-  _globals['_ALLOCATEKVCACHEREQUEST']._serialized_start=1213
-  _globals['_ALLOCATEKVCACHEREQUEST']._serialized_end=1302
-  _globals['_ALLOCATEKVCACHERESPONSE']._serialized_start=1304
-  _globals['_ALLOCATEKVCACHERESPONSE']._serialized_end=1354
-  _globals['_ATTACHREQUEST']._serialized_start=1356
-  _globals['_ATTACHREQUEST']._serialized_end=1414
-  _globals['_ATTACHRESPONSE']._serialized_start=1417
-  _globals['_ATTACHRESPONSE']._serialized_end=1567
-  _globals['_EXECUTESTEPSREQUEST']._serialized_start=1569
-  _globals['_EXECUTESTEPSREQUEST']._serialized_end=1641
-  _globals['_EXECUTESTEPSRESPONSE']._serialized_start=1643
-  _globals['_EXECUTESTEPSRESPONSE']._serialized_end=1720
-  _globals['_STEPPLAN']._serialized_start=1723
-  _globals['_STEPPLAN']._serialized_end=1976
-  _globals['_ADMITTEDREQUEST']._serialized_start=1979
-  _globals['_ADMITTEDREQUEST']._serialized_end=2226
-  _globals['_PAGEDELTA']._serialized_start=2228
-  _globals['_PAGEDELTA']._serialized_end=2271
-  _globals['_PREFILLCHUNK']._serialized_start=2273
-  _globals['_PREFILLCHUNK']._serialized_end=2349
-  _globals['_STEPRESULT']._serialized_start=2352
-  _globals['_STEPRESULT']._serialized_end=2600
-  _globals['_SLOTFAILURE']._serialized_start=2602
-  _globals['_SLOTFAILURE']._serialized_end=2662
-  _globals['_PROFILEREQUEST']._serialized_start=2664
-  _globals['_PROFILEREQUEST']._serialized_end=2725
-  _globals['_PROFILERESPONSE']._serialized_start=2727
-  _globals['_PROFILERESPONSE']._serialized_end=2766
-  _globals['_UNLOADMODELREQUEST']._serialized_start=2768
-  _globals['_UNLOADMODELREQUEST']._serialized_end=2788
-  _globals['_UNLOADMODELRESPONSE']._serialized_start=2790
-  _globals['_UNLOADMODELRESPONSE']._serialized_end=2811
-  _globals['_EXECUTIONSERVICE']._serialized_start=2814
-  _globals['_EXECUTIONSERVICE']._serialized_end=3468
+  _globals['_LOADEDMODEL']._serialized_end=851
+  _globals['_OPERATORDECISION']._serialized_start=854
+  _globals['_OPERATORDECISION']._serialized_end=1242
+  _globals['_OPERATORDECISION_SIZESENTRY']._serialized_start=1151
+  _globals['_OPERATORDECISION_SIZESENTRY']._serialized_end=1195
+  _globals['_OPERATORDECISION_PADDEDENTRY']._serialized_start=1197
+  _globals['_OPERATORDECISION_PADDEDENTRY']._serialized_end=1242
+  _globals['_ALLOCATEKVCACHEREQUEST']._serialized_start=1244
+  _globals['_ALLOCATEKVCACHEREQUEST']._serialized_end=1333
+  _globals['_ALLOCATEKVCACHERESPONSE']._serialized_start=1335
+  _globals['_ALLOCATEKVCACHERESPONSE']._serialized_end=1385
+  _globals['_ATTACHREQUEST']._serialized_start=1387
+  _globals['_ATTACHREQUEST']._serialized_end=1445
+  _globals['_ATTACHRESPONSE']._serialized_start=1448
+  _globals['_ATTACHRESPONSE']._serialized_end=1598
+  _globals['_EXECUTESTEPSREQUEST']._serialized_start=1600
+  _globals['_EXECUTESTEPSREQUEST']._serialized_end=1672
+  _globals['_EXECUTESTEPSRESPONSE']._serialized_start=1674
+  _globals['_EXECUTESTEPSRESPONSE']._serialized_end=1751
+  _globals['_STEPPLAN']._serialized_start=1754
+  _globals['_STEPPLAN']._serialized_end=2007
+  _globals['_ADMITTEDREQUEST']._serialized_start=2010
+  _globals['_ADMITTEDREQUEST']._serialized_end=2249
+  _globals['_PAGEDELTA']._serialized_start=2251
+  _globals['_PAGEDELTA']._serialized_end=2294
+  _globals['_PREFILLCHUNK']._serialized_start=2296
+  _globals['_PREFILLCHUNK']._serialized_end=2372
+  _globals['_STEPRESULT']._serialized_start=2375
+  _globals['_STEPRESULT']._serialized_end=2675
+  _globals['_SLOTFAILURE']._serialized_start=2677
+  _globals['_SLOTFAILURE']._serialized_end=2737
+  _globals['_PROFILEREQUEST']._serialized_start=2739
+  _globals['_PROFILEREQUEST']._serialized_end=2800
+  _globals['_PROFILERESPONSE']._serialized_start=2802
+  _globals['_PROFILERESPONSE']._serialized_end=2841
+  _globals['_UNLOADMODELREQUEST']._serialized_start=2843
+  _globals['_UNLOADMODELREQUEST']._serialized_end=2863
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=2865
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=2886
+  _globals['_EXECUTIONSERVICE']._serialized_start=2889
+  _globals['_EXECUTIONSERVICE']._serialized_end=3543
 # @@protoc_insertion_point(module_scope)

@@ -145,6 +145,7 @@ class LoadedModel(_message.Message):
     KV_LAYOUT_FIELD_NUMBER: _builtins.int
     OPERATORS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NO_CONSTRAINTS_REASON_FIELD_NUMBER: _builtins.int
     architecture: _builtins.str
     """Model architecture, for example "LlamaForCausalLM"."""
     vocab_size: _builtins.int
@@ -163,6 +164,8 @@ class LoadedModel(_message.Message):
     """KV dtype in use."""
     kv_layout: _builtins.str
     """KV layout in use."""
+    no_constraints_reason: _builtins.str
+    """Why outputs cannot be constrained here, for people; empty: they can."""
     @_builtins.property
     def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorDecision]:
         """Decisions per operator, for people and for `chipmesh plan`."""
@@ -185,10 +188,11 @@ class LoadedModel(_message.Message):
         kv_layout: _builtins.str = ...,
         operators: _abc.Iterable[Global___OperatorDecision] | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        no_constraints_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_tokens", b"context_tokens", "eos_token_ids", b"eos_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_cache_dtype", b"kv_cache_dtype", "kv_layout", b"kv_layout", "numeric_class", b"numeric_class", "operators", b"operators", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_tokens", b"context_tokens", "eos_token_ids", b"eos_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_cache_dtype", b"kv_cache_dtype", "kv_layout", b"kv_layout", "no_constraints_reason", b"no_constraints_reason", "numeric_class", b"numeric_class", "operators", b"operators", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -526,7 +530,7 @@ class AdmittedRequest(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PAGE_IDS_FIELD_NUMBER: _builtins.int
     PENALTY_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    PENALTY_OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """A free slot."""
@@ -549,8 +553,8 @@ class AdmittedRequest(_message.Message):
         """Prompt tokens, only where a penalty needs them."""
 
     @_builtins.property
-    def penalty_output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Output tokens so far, only where a penalty needs them."""
+    def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Output tokens so far, only where a penalty or the constraint needs them: then all `output_count` of them."""
 
     def __init__(
         self,
@@ -561,12 +565,12 @@ class AdmittedRequest(_message.Message):
         cached_tokens: _builtins.int = ...,
         page_ids: _abc.Iterable[_builtins.int] | None = ...,
         penalty_prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        penalty_output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "output_count", b"output_count", "page_ids", b"page_ids", "penalty_output_token_ids", b"penalty_output_token_ids", "penalty_prompt_token_ids", b"penalty_prompt_token_ids", "sampling", b"sampling", "slot", b"slot", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "output_count", b"output_count", "output_token_ids", b"output_token_ids", "page_ids", b"page_ids", "penalty_prompt_token_ids", b"penalty_prompt_token_ids", "sampling", b"sampling", "slot", b"slot", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -650,6 +654,7 @@ class StepResult(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     DEVICE_TIME_FIELD_NUMBER: _builtins.int
     IDLE_TIME_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_TIME_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the plan."""
     step_seq: _builtins.int
@@ -678,6 +683,10 @@ class StepResult(_message.Message):
     def idle_time(self) -> _duration_pb2.Duration:
         """Time that the device waited for this plan since the last step ended; absent for the first."""
 
+    @_builtins.property
+    def constraint_time(self) -> _duration_pb2.Duration:
+        """Part of device_time that went to the constraints of its slots; absent where none has one."""
+
     def __init__(
         self,
         *,
@@ -689,10 +698,11 @@ class StepResult(_message.Message):
         failures: _abc.Iterable[Global___SlotFailure] | None = ...,
         device_time: _duration_pb2.Duration | None = ...,
         idle_time: _duration_pb2.Duration | None = ...,
+        constraint_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device_time", b"device_time", "idle_time", b"idle_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["constraint_time", b"constraint_time", "device_time", b"device_time", "idle_time", b"idle_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_time", b"device_time", "epoch", b"epoch", "failures", b"failures", "idle_time", b"idle_time", "logprobs", b"logprobs", "slots", b"slots", "step_seq", b"step_seq", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["constraint_time", b"constraint_time", "device_time", b"device_time", "epoch", b"epoch", "failures", b"failures", "idle_time", b"idle_time", "logprobs", b"logprobs", "slots", b"slots", "step_seq", b"step_seq", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

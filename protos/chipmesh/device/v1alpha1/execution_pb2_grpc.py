@@ -105,7 +105,8 @@ class ExecutionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Profile(self, request, context):
-        """Profile records the device for a while. UNIMPLEMENTED where the plugin has no profiler.
+        """Profile records the device for a while. ALREADY_EXISTS while another one runs, INVALID_ARGUMENT for
+        a duration out of range, FAILED_PRECONDITION where no model is loaded or it ends before a step ran.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,7 +49,9 @@ class ExecutionServiceStub:
     contradicts the executor's state; UNAVAILABLE: the device failed (the supervisor replaces the executor).
     """
     Profile: _grpc.UnaryUnaryMultiCallable[_execution_pb2.ProfileRequest, _execution_pb2.ProfileResponse]
-    """Profile records the device for a while. UNIMPLEMENTED where the plugin has no profiler."""
+    """Profile records the device for a while. ALREADY_EXISTS while another one runs, INVALID_ARGUMENT for
+    a duration out of range, FAILED_PRECONDITION where no model is loaded or it ends before a step ran.
+    """
     UnloadModel: _grpc.UnaryUnaryMultiCallable[_execution_pb2.UnloadModelRequest, _execution_pb2.UnloadModelResponse]
     """UnloadModel frees the model and the pages. Idempotent."""
 
@@ -74,7 +76,9 @@ class ExecutionServiceAsyncStub(ExecutionServiceStub):
     contradicts the executor's state; UNAVAILABLE: the device failed (the supervisor replaces the executor).
     """
     Profile: _aio.UnaryUnaryMultiCallable[_execution_pb2.ProfileRequest, _execution_pb2.ProfileResponse]  # type: ignore[assignment]
-    """Profile records the device for a while. UNIMPLEMENTED where the plugin has no profiler."""
+    """Profile records the device for a while. ALREADY_EXISTS while another one runs, INVALID_ARGUMENT for
+    a duration out of range, FAILED_PRECONDITION where no model is loaded or it ends before a step ran.
+    """
     UnloadModel: _aio.UnaryUnaryMultiCallable[_execution_pb2.UnloadModelRequest, _execution_pb2.UnloadModelResponse]  # type: ignore[assignment]
     """UnloadModel frees the model and the pages. Idempotent."""
 
@@ -126,7 +130,9 @@ class ExecutionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _execution_pb2.ProfileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_execution_pb2.ProfileResponse, _abc.Awaitable[_execution_pb2.ProfileResponse]]:
-        """Profile records the device for a while. UNIMPLEMENTED where the plugin has no profiler."""
+        """Profile records the device for a while. ALREADY_EXISTS while another one runs, INVALID_ARGUMENT for
+        a duration out of range, FAILED_PRECONDITION where no model is loaded or it ends before a step ran.
+        """
 
     @_abc_1.abstractmethod
     def UnloadModel(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'chipmesh/device/v1alpha1/sampling.proto\x12\x18\x63hipmesh.device.v1alpha1\"\x8c\x03\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\t \x01(\r\x12O\n\nlogit_bias\x18\n \x03(\x0b\x32;.chipmesh.device.v1alpha1.SamplingParameters.LogitBiasEntry\x12\x10\n\x08logprobs\x18\x0b \x01(\x08\x12\x1c\n\x14suppressed_token_ids\x18\x0c \x03(\r\x12\x12\n\nmin_tokens\x18\r \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'chipmesh/device/v1alpha1/sampling.proto\x12\x18\x63hipmesh.device.v1alpha1\"\xc6\x03\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\t \x01(\r\x12O\n\nlogit_bias\x18\n \x03(\x0b\x32;.chipmesh.device.v1alpha1.SamplingParameters.LogitBiasEntry\x12\x10\n\x08logprobs\x18\x0b \x01(\x08\x12\x1c\n\x14suppressed_token_ids\x18\x0c \x03(\r\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x38\n\nconstraint\x18\x0e \x01(\x0b\x32$.chipmesh.device.v1alpha1.Constraint\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"O\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x42\x06\n\x04\x66ormb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,7 +34,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLINGPARAMETERS']._serialized_start=70
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=466
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=418
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=466
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=524
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=476
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=524
+  _globals['_CONSTRAINT']._serialized_start=526
+  _globals['_CONSTRAINT']._serialized_end=605
 # @@protoc_insertion_point(module_scope)

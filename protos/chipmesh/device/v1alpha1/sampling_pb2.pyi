@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class SamplingParameters(_message.Message):
     """SamplingParameters are effective parameters: the gateway has filled in all that the client left out, so every field counts as it
-    stands. Penalties and logit bias are applied first, then temperature, top_k, top_p, min_p; the draw is a function of (seed, choice,
+    stands. Penalties and logit bias are applied first, then the constraint, then temperature, top_k, top_p, min_p; the draw is a function of (seed, choice,
     output index) only.
     """
 
@@ -60,6 +60,7 @@ class SamplingParameters(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0: greedy. Otherwise the logits are divided by it. Range [0, 100]."""
     top_k: _builtins.int
@@ -90,6 +91,13 @@ class SamplingParameters(_message.Message):
     def suppressed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids whose logits are removed while fewer than min_tokens were made."""
 
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """The form that the output has from its first token on; absent: any. Tokens that cannot go on with it are removed before temperature,
+        top_k, top_p and min_p, and the distribution of log-probabilities is what is left. The model's end tokens are left exactly
+        where the output may end. Where suppressed_token_ids would leave nothing, the form counts.
+        """
+
     def __init__(
         self,
         *,
@@ -106,11 +114,44 @@ class SamplingParameters(_message.Message):
         logprobs: _builtins.bool = ...,
         suppressed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_tokens: _builtins.int = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "suppressed_token_ids", b"suppressed_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "suppressed_token_ids", b"suppressed_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SamplingParameters: _TypeAlias = SamplingParameters  # noqa: Y015
+
+@_typing.final
+class Constraint(_message.Message):
+    """Constraint is a form that the whole output has. Who sends it has checked that it can be compiled and used in a bounded time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """JSON that a JSON schema describes; the schema is itself JSON."""
+    regex: _builtins.str
+    """Text that a regular expression matches from beginning to end, in the syntax of Rust's regex crate."""
+    grammar: _builtins.str
+    """Text of a context-free grammar in llguidance's dialect of Lark, its start rule is `start`; or in GBNF, its start rule is `root`."""
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["form", b"form", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["form", b"form", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar"]  # noqa: Y015
+    _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015

@@ -990,3 +990,57 @@ class KvBlocksCleared(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvBlocksCleared: _TypeAlias = KvBlocksCleared  # noqa: Y015
+
+@_typing.final
+class ProfileRequest(_message.Message):
+    """ProfileRequest names a worker and a time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """The worker; empty: the only one."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """How long to record. Range (0, 60] seconds."""
+
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfileResponse(_message.Message):
+    """ProfileResponse carries what was recorded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    CHROME_TRACE_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """The worker."""
+    chrome_trace: _builtins.bytes
+    """Trace in Chrome's JSON format; its member `chipmesh` has the sums."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        chrome_trace: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chrome_trace", b"chrome_trace", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015

@@ -80,6 +80,11 @@ class AdminServiceStub:
                 request_serializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SubscribeKvEventsRequest.SerializeToString,
                 response_deserializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SubscribeKvEventsResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/chipmesh.scheduler.v1alpha1.AdminService/Profile',
+                request_serializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -155,6 +160,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Profile records a worker's device for a while, while it serves. NOT_FOUND: unknown worker; ALREADY_EXISTS: it is being recorded;
+        FAILED_PRECONDITION: it has no executor or no model; else as ExecutionService.Profile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -202,6 +215,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SubscribeKvEvents,
                     request_deserializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SubscribeKvEventsRequest.FromString,
                     response_serializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SubscribeKvEventsResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.ProfileRequest.FromString,
+                    response_serializer=chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -448,6 +466,33 @@ class AdminService:
             '/chipmesh.scheduler.v1alpha1.AdminService/SubscribeKvEvents',
             chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SubscribeKvEventsRequest.SerializeToString,
             chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.SubscribeKvEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/chipmesh.scheduler.v1alpha1.AdminService/Profile',
+            chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.ProfileRequest.SerializeToString,
+            chipmesh_dot_scheduler_dot_v1alpha1_dot_admin__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

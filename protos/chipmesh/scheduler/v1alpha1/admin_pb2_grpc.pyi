@@ -60,6 +60,10 @@ class AdminServiceStub:
     (`snapshot`) unless after_seq is still known; so does one after a reader fell behind. NOT_FOUND: unknown worker; the stream ends with
     UNAVAILABLE when the worker's executor is replaced (its cache is gone: subscribe again).
     """
+    Profile: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]
+    """Profile records a worker's device for a while, while it serves. NOT_FOUND: unknown worker; ALREADY_EXISTS: it is being recorded;
+    FAILED_PRECONDITION: it has no executor or no model; else as ExecutionService.Profile.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -92,6 +96,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """SubscribeKvEvents sends what a worker's prefix cache holds, then its changes. The first message carries all that is cached
     (`snapshot`) unless after_seq is still known; so does one after a reader fell behind. NOT_FOUND: unknown worker; the stream ends with
     UNAVAILABLE when the worker's executor is replaced (its cache is gone: subscribe again).
+    """
+    Profile: _aio.UnaryUnaryMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileResponse]  # type: ignore[assignment]
+    """Profile records a worker's device for a while, while it serves. NOT_FOUND: unknown worker; ALREADY_EXISTS: it is being recorded;
+    FAILED_PRECONDITION: it has no executor or no model; else as ExecutionService.Profile.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -176,6 +184,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """SubscribeKvEvents sends what a worker's prefix cache holds, then its changes. The first message carries all that is cached
         (`snapshot`) unless after_seq is still known; so does one after a reader fell behind. NOT_FOUND: unknown worker; the stream ends with
         UNAVAILABLE when the worker's executor is replaced (its cache is gone: subscribe again).
+        """
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _admin_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ProfileResponse, _abc.Awaitable[_admin_pb2.ProfileResponse]]:
+        """Profile records a worker's device for a while, while it serves. NOT_FOUND: unknown worker; ALREADY_EXISTS: it is being recorded;
+        FAILED_PRECONDITION: it has no executor or no model; else as ExecutionService.Profile.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

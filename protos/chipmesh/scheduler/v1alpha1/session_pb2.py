@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from chipmesh.device.v1alpha1 import sampling_pb2 as chipmesh_dot_device_dot_v1alpha1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)chipmesh/scheduler/v1alpha1/session.proto\x12\x1b\x63hipmesh.scheduler.v1alpha1\x1a\'chipmesh/device/v1alpha1/sampling.proto\"\x8d\x01\n\x12OpenSessionRequest\x12\x38\n\x05hello\x18\x01 \x01(\x0b\x32).chipmesh.scheduler.v1alpha1.SessionHello\x12=\n\x08\x63ommands\x18\x02 \x03(\x0b\x32+.chipmesh.scheduler.v1alpha1.RequestCommand\"\"\n\x0cSessionHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"\xe9\x01\n\x0eRequestCommand\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12<\n\x06submit\x18\x02 \x01(\x0b\x32*.chipmesh.scheduler.v1alpha1.SubmitRequestH\x00\x12<\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32*.chipmesh.scheduler.v1alpha1.CancelRequestH\x00\x12\x38\n\x04stop\x18\x04 \x01(\x0b\x32(.chipmesh.scheduler.v1alpha1.StopRequestH\x00\x42\t\n\x07\x63ommand\"\xd3\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12>\n\x08sampling\x18\x05 \x01(\x0b\x32,.chipmesh.device.v1alpha1.SamplingParameters\x12\x19\n\x11max_output_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x13\n\x0bsession_key\x18\x0c \x01(\tB\x0e\n\x0c_deadline_ms\"\x0f\n\rCancelRequest\"\r\n\x0bStopRequest\"\x8e\x01\n\x13OpenSessionResponse\x12<\n\x07welcome\x18\x01 \x01(\x0b\x32+.chipmesh.scheduler.v1alpha1.SessionWelcome\x12\x39\n\x06\x65vents\x18\x02 \x03(\x0b\x32).chipmesh.scheduler.v1alpha1.RequestEvent\"&\n\x0eSessionWelcome\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\"\xe9\x02\n\x0cRequestEvent\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12<\n\x06queued\x18\x02 \x01(\x0b\x32*.chipmesh.scheduler.v1alpha1.RequestQueuedH\x00\x12<\n\x06placed\x18\x03 \x01(\x0b\x32*.chipmesh.scheduler.v1alpha1.RequestPlacedH\x00\x12<\n\x06tokens\x18\x04 \x01(\x0b\x32*.chipmesh.scheduler.v1alpha1.RequestTokensH\x00\x12@\n\x08\x66inished\x18\x05 \x01(\x0b\x32,.chipmesh.scheduler.v1alpha1.RequestFinishedH\x00\x12<\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32*.chipmesh.scheduler.v1alpha1.RequestFailedH\x00\x42\x07\n\x05\x65vent\"\x0f\n\rRequestQueued\"j\n\rRequestPlaced\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0c\n\x04\x63hip\x18\x03 \x01(\t\x12\x15\n\rnumeric_class\x18\x04 \x01(\t\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\"I\n\rRequestTokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\"\xb2\x01\n\x0fRequestFinished\x12\x43\n\x06reason\x18\x01 \x01(\x0e\x32\x33.chipmesh.scheduler.v1alpha1.RequestFinished.Reason\"Z\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREASON_STOP\x10\x01\x12\x11\n\rREASON_LENGTH\x10\x02\x12\x14\n\x10REASON_CANCELLED\x10\x03\"M\n\rRequestFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t2\x86\x01\n\x0eSessionService\x12t\n\x0bOpenSession\x12/.chipmesh.scheduler.v1alpha1.OpenSessionRequest\x1a\x30.chipmesh.scheduler.v1alpha1.OpenSessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)chipmesh/scheduler/v1alpha1/session.proto\x12\x1b\x63hipmesh.scheduler.v1alpha1\x1a\'chipmesh/device/v1alpha1/sampling.proto\"\x8d\x01\n\x12OpenSessionRequest\x12\x38\n\x05hello\x18\x01 \x01(\x0b\x32).chipmesh.scheduler.v1alpha1.SessionHello\x12=\n\x08\x63ommands\x18\x02 \x03(\x0b\x32+.chipmesh.scheduler.v1alpha1.RequestCommand\"\"\n\x0cSessionHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"\xe9\x01\n\x0eRequestCommand\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12<\n\x06submit\x18\x02 \x01(\x0b\x32*.chipmesh.scheduler.v1alpha1.SubmitRequestH\x00\x12<\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32*.chipmesh.scheduler.v1alpha1.CancelRequestH\x00\x12\x38\n\x04stop\x18\x04 \x01(\x0b\x32(.chipmesh.scheduler.v1alpha1.StopRequestH\x00\x42\t\n\x07\x63ommand\"\xe2\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12>\n\x08sampling\x18\x05 \x01(\x0b\x32,.chipmesh.device.v1alpha1.SamplingParameters\x12\x19\n\x11max_output_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x13\n\x0bsession_key\x18\x0c \x01(\t\x12\r\n\x05owner\x18\r \x01(\tB\x0e\n\x0c_deadline_ms\"\x0f\n\rCancelRequest\"\r\n\x0bStopRequest\"\x8e\x01\n\x13OpenSessionResponse\x12<\n\x07welcome\x18\x01 \x01(\x0b\x32+.chipmesh.scheduler.v1alpha1.SessionWelcome\x12\x39\n\x06\x65vents\x18\x02 \x03(\x0b\x32).chipmesh.scheduler.v1alpha1.RequestEvent\"&\n\x0eSessionWelcome\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\"\xe9\x02\n\x0cRequestEvent\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12<\n\x06queued\x18\x02 \x01(\x0b\x32*.chipmesh.scheduler.v1alpha1.RequestQueuedH\x00\x12<\n\x06placed\x18\x03 \x01(\x0b\x32*.chipmesh.scheduler.v1alpha1.RequestPlacedH\x00\x12<\n\x06tokens\x18\x04 \x01(\x0b\x32*.chipmesh.scheduler.v1alpha1.RequestTokensH\x00\x12@\n\x08\x66inished\x18\x05 \x01(\x0b\x32,.chipmesh.scheduler.v1alpha1.RequestFinishedH\x00\x12<\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32*.chipmesh.scheduler.v1alpha1.RequestFailedH\x00\x42\x07\n\x05\x65vent\"\x0f\n\rRequestQueued\"j\n\rRequestPlaced\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0c\n\x04\x63hip\x18\x03 \x01(\t\x12\x15\n\rnumeric_class\x18\x04 \x01(\t\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\"I\n\rRequestTokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\"\xb2\x01\n\x0fRequestFinished\x12\x43\n\x06reason\x18\x01 \x01(\x0e\x32\x33.chipmesh.scheduler.v1alpha1.RequestFinished.Reason\"Z\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREASON_STOP\x10\x01\x12\x11\n\rREASON_LENGTH\x10\x02\x12\x14\n\x10REASON_CANCELLED\x10\x03\"}\n\rRequestFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\x1b\n\x0eretry_after_ms\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x11\n\x0f_retry_after_ms2\x86\x01\n\x0eSessionService\x12t\n\x0bOpenSession\x12/.chipmesh.scheduler.v1alpha1.OpenSessionRequest\x1a\x30.chipmesh.scheduler.v1alpha1.OpenSessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,29 +39,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUESTCOMMAND']._serialized_start=296
   _globals['_REQUESTCOMMAND']._serialized_end=529
   _globals['_SUBMITREQUEST']._serialized_start=532
-  _globals['_SUBMITREQUEST']._serialized_end=871
-  _globals['_CANCELREQUEST']._serialized_start=873
-  _globals['_CANCELREQUEST']._serialized_end=888
-  _globals['_STOPREQUEST']._serialized_start=890
-  _globals['_STOPREQUEST']._serialized_end=903
-  _globals['_OPENSESSIONRESPONSE']._serialized_start=906
-  _globals['_OPENSESSIONRESPONSE']._serialized_end=1048
-  _globals['_SESSIONWELCOME']._serialized_start=1050
-  _globals['_SESSIONWELCOME']._serialized_end=1088
-  _globals['_REQUESTEVENT']._serialized_start=1091
-  _globals['_REQUESTEVENT']._serialized_end=1452
-  _globals['_REQUESTQUEUED']._serialized_start=1454
-  _globals['_REQUESTQUEUED']._serialized_end=1469
-  _globals['_REQUESTPLACED']._serialized_start=1471
-  _globals['_REQUESTPLACED']._serialized_end=1577
-  _globals['_REQUESTTOKENS']._serialized_start=1579
-  _globals['_REQUESTTOKENS']._serialized_end=1652
-  _globals['_REQUESTFINISHED']._serialized_start=1655
-  _globals['_REQUESTFINISHED']._serialized_end=1833
-  _globals['_REQUESTFINISHED_REASON']._serialized_start=1743
-  _globals['_REQUESTFINISHED_REASON']._serialized_end=1833
-  _globals['_REQUESTFAILED']._serialized_start=1835
-  _globals['_REQUESTFAILED']._serialized_end=1912
-  _globals['_SESSIONSERVICE']._serialized_start=1915
-  _globals['_SESSIONSERVICE']._serialized_end=2049
+  _globals['_SUBMITREQUEST']._serialized_end=886
+  _globals['_CANCELREQUEST']._serialized_start=888
+  _globals['_CANCELREQUEST']._serialized_end=903
+  _globals['_STOPREQUEST']._serialized_start=905
+  _globals['_STOPREQUEST']._serialized_end=918
+  _globals['_OPENSESSIONRESPONSE']._serialized_start=921
+  _globals['_OPENSESSIONRESPONSE']._serialized_end=1063
+  _globals['_SESSIONWELCOME']._serialized_start=1065
+  _globals['_SESSIONWELCOME']._serialized_end=1103
+  _globals['_REQUESTEVENT']._serialized_start=1106
+  _globals['_REQUESTEVENT']._serialized_end=1467
+  _globals['_REQUESTQUEUED']._serialized_start=1469
+  _globals['_REQUESTQUEUED']._serialized_end=1484
+  _globals['_REQUESTPLACED']._serialized_start=1486
+  _globals['_REQUESTPLACED']._serialized_end=1592
+  _globals['_REQUESTTOKENS']._serialized_start=1594
+  _globals['_REQUESTTOKENS']._serialized_end=1667
+  _globals['_REQUESTFINISHED']._serialized_start=1670
+  _globals['_REQUESTFINISHED']._serialized_end=1848
+  _globals['_REQUESTFINISHED_REASON']._serialized_start=1758
+  _globals['_REQUESTFINISHED_REASON']._serialized_end=1848
+  _globals['_REQUESTFAILED']._serialized_start=1850
+  _globals['_REQUESTFAILED']._serialized_end=1975
+  _globals['_SESSIONSERVICE']._serialized_start=1978
+  _globals['_SESSIONSERVICE']._serialized_end=2112
 # @@protoc_insertion_point(module_scope)

@@ -132,6 +132,7 @@ class SubmitRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     SESSION_KEY_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id for logs and traces."""
     model: _builtins.str
@@ -148,6 +149,8 @@ class SubmitRequest(_message.Message):
     """Requests share cached prefixes only with those of the same salt."""
     session_key: _builtins.str
     """Requests of one key go to one group while that can take them; empty: by weight alone."""
+    owner: _builtins.str
+    """Whose request it is: the name of its API key, empty without one. Owners of equal priority share a replica fairly."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt tokens, at least one."""
@@ -179,10 +182,11 @@ class SubmitRequest(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         session_key: _builtins.str = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "deadline_ms", b"deadline_ms", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "max_output_tokens", b"max_output_tokens", "model", b"model", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session_key", b"session_key", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "max_output_tokens", b"max_output_tokens", "model", b"model", "output_token_ids", b"output_token_ids", "owner", b"owner", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session_key", b"session_key", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
@@ -480,6 +484,7 @@ class RequestFailed(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     code: _builtins.int
     """A canonical gRPC code."""
     reason: _builtins.str
@@ -488,6 +493,8 @@ class RequestFailed(_message.Message):
     """For people; names field, value, limit and way out."""
     field: _builtins.str
     """The field at fault; empty where there is none."""
+    retry_after_ms: _builtins.int
+    """When to come back, in milliseconds, as far as that can be told; only of RESOURCE_EXHAUSTED."""
     def __init__(
         self,
         *,
@@ -495,11 +502,14 @@ class RequestFailed(_message.Message):
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         field: _builtins.str = ...,
+        retry_after_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field", b"field", "message", b"message", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms", "code", b"code", "field", b"field", "message", b"message", "reason", b"reason", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__retry_after_ms: _TypeAlias = _typing.Literal["retry_after_ms"]  # noqa: Y015
+    _WhichOneofArgType__retry_after_ms: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_ms) -> _WhichOneofReturnType__retry_after_ms | None: ...
 
 Global___RequestFailed: _TypeAlias = RequestFailed  # noqa: Y015

@@ -1,0 +1,1 @@
+"""The page at the root of `openai_listen`: the mesh, its steering, a playground, recent traces."""

@@ -1,0 +1,1 @@
+"""Generated package: protos/generate.py writes everything here but the .proto files."""

@@ -1,0 +1,105 @@
+"""A recording as a trace in Chrome's JSON format, which ui.perfetto.dev and chrome://tracing open.
+
+Lanes: steps, gaps between them (the device waits for a plan), and one for each class of operators. Times are
+microseconds from the beginning of the recording. The member `chipmesh` has the sums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from plugins.sdk.timing import CLASSES, OperatorRun
+from worker_svc.profile.recorder import Recording, StepRecord
+
+_STEPS, _GAPS, _FIRST_CLASS = 1, 2, 3
+_LANES = ("steps", "gaps", *CLASSES)
+_TITLE = ("worker", "group", "model", "chip")
+_PAUSE_EVERY = 64
+"""Events; in between the device thread gets its turn, as a step is not to wait for this."""
+
+
+def write_trace(recording: Recording, summary: Mapping[str, Any]) -> bytes:
+    """The trace as JSON. summary: its sums, and what is known of the executor."""
+    parts = []
+    for number, event in enumerate(_events(recording, summary)):
+        parts.append(json.dumps(event, separators=(",", ":")))
+        if number % _PAUSE_EVERY == 0:
+            time.sleep(0)
+    head = json.dumps({"displayTimeUnit": "ms", "chipmesh": summary}, separators=(",", ":"))
+    return f'{head[:-1]},"traceEvents":[{",".join(parts)}]}}'.encode()
+
+
+def _events(recording: Recording, summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    known = [str(summary[name]) for name in _TITLE if name in summary]
+    title = " ".join(["chipmesh executor", *known])
+    yield _name("process_name", 0, title)
+    for number, lane in enumerate(_LANES, start=1):
+        yield _name("thread_name", number, lane)
+        yield {**_place(number), "ph": "M", "name": "thread_sort_index", "args": {"sort_index": number}}
+    origin = recording.begin_s
+    yield from (_step(step, origin) for step in recording.steps)
+    yield from _gaps(recording)
+    if recording.times is not None:
+        yield from (_run(run, origin) for run in recording.times.runs)
+
+
+def _step(step: StepRecord, origin: float) -> dict[str, Any]:
+    kind = "prefill" if step.prefill_tokens else "decode"
+    if step.prefill_tokens and step.sampled_tokens > 1:
+        kind = "mixed"
+    return {
+        **_place(_STEPS),
+        **_span(step.begin_s - origin, step.seconds),
+        "name": f"{kind} step",
+        "cat": "step",
+        "args": {
+            "step_seq": step.step_seq,
+            "prefill_tokens": step.prefill_tokens,
+            "sampled_tokens": step.sampled_tokens,
+        },
+    }
+
+
+def _gaps(recording: Recording) -> Iterable[dict[str, Any]]:
+    """Where no step ran; after the last one that is told, only where it is the last."""
+    at = recording.begin_s
+    ends = [(step.begin_s, step.begin_s + step.seconds) for step in recording.steps]
+    if len(recording.steps) == recording.step_count:
+        ends.append((recording.end_s, recording.end_s))
+    for begin, end in ends:
+        if begin > at:
+            yield {
+                **_place(_GAPS),
+                **_span(at - recording.begin_s, begin - at),
+                "name": "idle",
+                "cat": "gap",
+                "args": {},
+            }
+        at = end
+
+
+def _run(run: OperatorRun, origin: float) -> dict[str, Any]:
+    operator = run.operator
+    return {
+        **_place(_FIRST_CLASS + CLASSES.index(operator.kind)),
+        **_span(run.begin_s - origin, run.seconds),
+        "name": operator.name,
+        "cat": operator.kind,
+        "args": {"native": operator.native, "program": operator.program},
+    }
+
+
+def _place(lane: int) -> dict[str, Any]:
+    return {"pid": os.getpid(), "tid": lane}
+
+
+def _span(begin_s: float, seconds: float) -> dict[str, Any]:
+    return {"ph": "X", "ts": round(begin_s * 1e6, 3), "dur": round(max(0.0, seconds) * 1e6, 3)}
+
+
+def _name(kind: str, lane: int, name: str) -> dict[str, Any]:
+    return {**_place(lane), "ph": "M", "name": kind, "args": {"name": name}}
