@@ -283,7 +283,14 @@ def check_refusal(site: Site, case: Case) -> None:
     assert site.running() == []
 
 
-@pytest.mark.parametrize("name", CASES)
+NIGHTLY = ("factory raises", "two of one name", "unknown field", "no devices", "makes no runner")
+"""Cases whose like is in every run."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in CASES],
+)
 def test_a_bad_plugin_is_one_clear_error_and_nothing_runs_on(site: Site, name: str) -> None:
     case = CASES[name]
     for source in case.sources:

@@ -26,7 +26,10 @@ def prompt_of(index: int) -> list[int]:
 def test_streams_survive_the_death_of_an_executor_without_losing_a_token(tmp_path: Path) -> None:
     model = tmp_path / "hash-model"
     model.mkdir()
-    arguments = ("--backend", "hash", "--model-path", str(write_hash_model(model)), "--load-format", "dummy")
+    arguments = (
+        "--backend", "hash", "--model-path", str(write_hash_model(model)), "--load-format", "dummy",
+        "--backend-option", "step_ms=5",
+    )  # fmt: skip
     with running_mesh(tmp_path / "mesh", *arguments, "--device-groups", "hash:0,hash:1") as mesh:
         base_url = f"http://{mesh.description['gateway']['openai_address']}/v1"
         victim = mesh.description["workers"][0]["executor_pid"]
