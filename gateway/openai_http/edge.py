@@ -102,10 +102,13 @@ class GuardedEndpoint:
             span.end()
 
 
-async def refuse(call: Call, error: MeshError) -> None:
-    """`error` as the answer, or as an event where the stream has begun, which then ends without [DONE]."""
+async def refuse(call: Call, error: MeshError, **fields: str) -> None:
+    """`error` as the answer, or as an event where the stream has begun, which then ends without [DONE].
+
+    fields: stand in the event beside the error.
+    """
     if call.is_begun:
-        await call.send_event(body_of(error))
+        await call.send_event({**fields, **body_of(error)})
         await call.end_events()
         return
     wait_s = retry_after_s(error)

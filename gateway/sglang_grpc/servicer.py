@@ -229,7 +229,8 @@ class SglangServicer(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):
         try:
             return await asyncio.shield(self._archive)
         except BaseException:
-            if self._archive.done() and self._archive.exception() is not None:
+            # Not where only this caller went away.
+            if self._archive.cancelled() or (self._archive.done() and self._archive.exception() is not None):
                 self._archive = None
             raise
 

@@ -56,11 +56,6 @@ class ChatTemplate:
     def __repr__(self) -> str:
         return f"<ChatTemplate model={self._model_name!r} present={self._template is not None}>"
 
-    @property
-    def is_present(self) -> bool:
-        """Whether the model has a template at all."""
-        return self._template is not None
-
     def mentions(self, text: str) -> bool:
         """Whether `text` stands in the template's source: what markup the model was trained on."""
         return text in self._source

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api_keys import KeyRing
 from gateway.openai_http.call import Call, ClientGone
-from gateway.openai_http.failures import body_of, retry_after_s, status_of
+from gateway.openai_http.edge import refuse
 from gateway.web_page.headers import SECURITY_HEADERS
 from meshkit.address import is_loopback
 from meshkit.errors import Internal, MeshError, PermissionDenied, Unauthenticated
@@ -68,11 +68,11 @@ class PageGuard:
         except ClientGone:
             return
         except MeshError as error:
-            await _refuse(call, error)
+            await refuse(call, error, kind="error")
         except Exception:
             error_id = secrets.token_hex(4)
             log.exception("page handler failed", error_id=error_id)
-            await _refuse(call, Internal(f"internal error (id {error_id})"))
+            await refuse(call, Internal(f"internal error (id {error_id})"), kind="error")
 
     def _check_site(self, call: Call, *, changes: bool) -> None:
         host = call.headers_in.get("host", "")
@@ -120,16 +120,6 @@ class GuardedPageEndpoint:
         call = Call(scope, receive, send)
         call.headers.update({**SECURITY_HEADERS, "cache-control": "no-store"})
         await self._guard.serve(call, self._handler, method=scope["method"])
-
-
-async def _refuse(call: Call, error: MeshError) -> None:
-    if call.is_begun:
-        await call.send_event({"kind": "error", **body_of(error)})
-        await call.end_events()
-        return
-    wait_s = retry_after_s(error)
-    headers = {} if wait_s is None else {"retry-after": str(wait_s)}
-    await call.answer(status_of(error), body_of(error), headers)
 
 
 def _is_this_host(host: str) -> bool:
