@@ -32,7 +32,7 @@ import uvloop
 
 from benchmarks.plots import save_lines
 from benchmarks.report import describe_run, run_command
-from benchmarks.running_mesh import running_mesh
+from benchmarks.running_mesh import running_mesh, service_pids
 from chipmesh.inference.v1alpha1 import inference_pb2, inference_pb2_grpc
 
 KIB_IN_MIB = 1024
@@ -243,15 +243,6 @@ def evicted_tokens(http_address: str) -> int:
         text = answer.read().decode()
     found = re.findall(r"^chipmesh_evicted_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
     return int(sum(float(value) for value in found))
-
-
-def service_pids(mesh: Mapping[str, Any]) -> dict[str, int]:
-    """Of every process of a mesh, by the name of its service."""
-    pids = {name: int(mesh[name]["pid"]) for name in ("launcher", "scheduler", "gateway")}
-    for worker in mesh["workers"]:
-        pids[worker["name"]] = int(worker["pid"])
-        pids[f"{worker['name']}-executor"] = int(worker["executor_pid"])
-    return pids
 
 
 @dataclass(frozen=True)

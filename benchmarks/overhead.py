@@ -27,10 +27,10 @@ from benchmarks.inproc import describe_load
 from benchmarks.mesh import Load, make_load, run_load
 from benchmarks.plots import save_bars
 from benchmarks.report import describe_run, run_command
-from benchmarks.running_mesh import running_mesh
+from benchmarks.running_mesh import running_mesh, service_pids, thread_times
 from chipmesh.scheduler.v1alpha1 import admin_pb2, admin_pb2_grpc
 from meshkit.rpc.channel import open_channel
-from worker_svc.supervisor import SPIN_COUNT
+from worker_svc.executor_set import SPIN_COUNT
 
 GOALS = {"mesh_over_inproc": 0.97, "hash_tokens_per_s": 30_000, "step_gap_us": 50.0}
 HASH_STREAMS = 256
@@ -126,19 +126,36 @@ def _median(rounds: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def carry_free_steps(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens/s through a mesh of the hash model, and how many a message carried."""
+    """Tokens/s through a mesh of the hash model, how many a message carried, and what each service used."""
     rounds = []
     with running_mesh("--backend", "hash", "--model-path", arguments.model, "--load-format", "dummy") as mesh:
+        processes = service_pids(mesh)
         for seed in range(arguments.rounds):
             load = Load(HASH_STREAMS, 4 * HASH_STREAMS, 16, 256, seed)
-            rounds.append(uvloop.run(run_load(mesh["gateway"]["address"], load)))
-    keys = ("output_tokens_per_s", "tokens_per_message", "ttft_ms", "client_cpu_us_per_token")
+            before = _seconds_of(processes)
+            figures = uvloop.run(run_load(mesh["gateway"]["address"], load))
+            tokens = load.requests * load.output_tokens
+            spent = {name: after - before[name] for name, after in _seconds_of(processes).items()}
+            figures["cpu_us_per_token"] = {
+                name: round(seconds / tokens * 1e6, 2) for name, seconds in spent.items()
+            }
+            rounds.append(figures)
+    keys = (
+        "output_tokens_per_s", "tokens_per_message", "ttft_ms", "client_cpu_us_per_token", "cpu_us_per_token",
+    )  # fmt: skip
     return {
         "hash_tokens_per_s": _median(rounds, "output_tokens_per_s"),
         "hash_tokens_per_message": _median(rounds, "tokens_per_message"),
         "streams": HASH_STREAMS,
+        "cpu_us_per_token": {
+            name: statistics.median(each["cpu_us_per_token"][name] for each in rounds) for name in processes
+        },
         "rounds": [{key: each[key] for key in keys} for each in rounds],
     }
+
+
+def _seconds_of(processes: Mapping[str, int]) -> dict[str, float]:
+    return {name: sum(thread_times(process).values()) for name, process in processes.items()}
 
 
 def measure_gap(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -217,7 +234,8 @@ def print_table(report: Mapping[str, Any]) -> None:
     if "hash_tokens_per_s" in report:
         print(
             f"free steps: {report['hash_tokens_per_s']:,.0f} tokens/s at {report['streams']} streams, "
-            f"{report['hash_tokens_per_message']:.1f} tokens a message"
+            f"{report['hash_tokens_per_message']:.1f} tokens a message; processor time of a token: "
+            + ", ".join(f"{name} {us:.1f} us" for name, us in report["cpu_us_per_token"].items())
         )
     for streams, gap in report.get("step_gap_us", {}).items():
         print(f"gap between steps of {report['step_ms']} ms at {streams} streams: {gap} us")

@@ -32,9 +32,9 @@ import uvloop
 from benchmarks.plots import save_bars
 from benchmarks.report import describe_run, run_command
 from chipmesh.inference.v1alpha1 import inference_pb2, inference_pb2_grpc
-from meshkit.cli.launch import reserve_port
 from meshkit.cli.processes import start_ticks
 from meshkit.modelstore import default_cache_dir, open_model
+from meshkit.ports import reserve_port
 from meshkit.rpc.channel import open_channel
 
 GOAL_FIRST_TOKEN_S = 5.0

@@ -54,6 +54,8 @@ class Shape:
     """
 
     workers: int = 2
+    ranks: int = 1
+    """Of each worker's set."""
     gateways: int = 1
     step_ms: float = 10.0
     backend_options: Mapping[str, str] = field(default_factory=dict)
@@ -200,7 +202,7 @@ class ChaosMesh:
         """Return when every worker is ready in the scheduler's view. Raises TimeoutError."""
         await self.view.until_settled(self.worker_names, timeout_s=timeout_s)
         for replica in await self.view.replicas():
-            self._executors.add(replica.executor)
+            self._executors.update(replica.ranks)
 
     async def stop(self) -> list[str]:
         """Stop everything in order; what was wrong with that, in words."""
@@ -307,6 +309,12 @@ class ChaosMesh:
         listen = executor_socket(name, root=self._state.root)
         return {"listen": listen, "advertise": link.address, **self.shape.executor}
 
+    def _devices(self, worker: int) -> dict[str, Any]:
+        ranks = self.shape.ranks
+        if ranks == 1:
+            return {"device": worker}
+        return {"devices": list(range(worker * ranks, (worker + 1) * ranks))}
+
     def _worker(self, name: str) -> dict[str, Any]:
         self.fault_file(name).parent.mkdir(exist_ok=True)
         options = {
@@ -320,11 +328,11 @@ class ChaosMesh:
             "scheduler_address": self._scheduler_seen_by(name),
             "backend": "hash",
             "backend_options": {**options, **self.shape.backend_options},
-            "device": self.worker_names.index(name),
+            **self._devices(self.worker_names.index(name)),
             "page_size": 16,
             "max_total_tokens": 256 * 1024,
             "max_running_requests": 256,
-            "executors_on_host": self.shape.workers,
+            "executors_on_host": self.shape.workers * self.shape.ranks,
             "executor": self._executor(name),
             "drain_timeout_s": 1.0,
             **self.shape.worker,

@@ -32,6 +32,8 @@ class Replica:
     executor: ProcessRecord
     supervisor: ProcessRecord
     running: int
+    ranks: tuple[ProcessRecord, ...]
+    """The executors of its set, in order; alone it is the one."""
 
     def is_served_in(self, mesh: admin_pb2.Mesh) -> bool:
         """Whether that very attachment still takes part: same executor, same epoch."""
@@ -76,6 +78,7 @@ class MeshView:
             Replica(
                 each.worker, each.instance_id, each.epoch, identify(each.executor_pid),
                 identify(each.supervisor_pid), each.running,
+                tuple(identify(rank.pid) for rank in each.ranks),
             )
             for each in replicas_of(await self.mesh())
             if each.state == ReplicaState.STATE_READY

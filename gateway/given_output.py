@@ -35,7 +35,7 @@ def take_in(token_ids: Sequence[int], spec: GenerationSpec, text: OutputText) ->
         if reason is not None:
             raise _after_the_end(len(taken), reason)
         taken.append(token_id)
-        text.add(token_id)
+        text.add((token_id,))
     return taken
 
 

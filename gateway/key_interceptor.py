@@ -12,7 +12,7 @@ from gateway.api_keys import KeyRing
 from gateway.public_errors import readable_error
 from gateway.tenant import Tenant
 from meshkit.errors import MeshError, Unauthenticated
-from meshkit.rpc.handlers import Context, Handler, Proceed, wrap_handler
+from meshkit.rpc.handlers import Context, Handler, Proceed, WrappedHandlers
 from meshkit.rpc.interceptors import Continuation
 
 AUTHORIZATION = "authorization"
@@ -44,6 +44,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         self._ring = ring
         self._is_public = is_public
         self._on_refused = on_refused
+        self._handlers = WrappedHandlers(lambda method: self._around)
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -51,7 +52,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(HEALTH_METHODS):
             return handler
-        return wrap_handler(handler, self._around)
+        return self._handlers.wrap(handler, handler_call_details.method)
 
     async def _around(self, context: Context, proceed: Proceed) -> object:
         tenant = self._identify(context)

@@ -6,8 +6,7 @@ import asyncio
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gateway.generation_spec import Finish, FinishReason, GenerationSpec, Placed
 from gateway.output_text import OutputText
@@ -30,8 +29,7 @@ class LiveRequestObserver(Protocol):
         """`request.end` is set. Once."""
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """New tokens of a request, the text that became certain with them, and logprobs where asked for."""
 
     first_index: int
@@ -154,12 +152,15 @@ class LiveRequest:
         fresh = token_ids[known - first_index :]
         if not fresh:
             return
-        self.logprobs.extend(logprobs[known - first_index :])
-        matched = self._take_in(fresh)
-        self._observer.on_tokens(len(self.token_ids) - known)
-        if matched is not None:
+        count = self.text.add(fresh)
+        self.token_ids.extend(fresh[:count])
+        if self.spec.logprobs:
+            self.logprobs.extend(logprobs[known - first_index :][:count])
+        self._observer.on_tokens(count)
+        if (matched := self.text.matched) is not None:
             self._end_with(Finish(FinishReason.STOP, matched))
-        self._wake_readers()
+        else:
+            self._wake_readers()
 
     def finish(self, reason: FinishReason) -> None:
         """It ended well, or was cancelled. Does nothing after the end."""
@@ -196,16 +197,6 @@ class LiveRequest:
         """Forget a reader."""
         reader.close()
         self._readers.discard(reader)
-
-    def _take_in(self, token_ids: Sequence[int]) -> str | None:
-        """Append tokens up to the one that completes a stop string, which is returned."""
-        for token_id in token_ids:
-            self.token_ids.append(token_id)
-            matched = self.text.add(token_id)
-            if matched is not None:
-                del self.logprobs[len(self.token_ids) :]
-                return matched
-        return None
 
     def _end_with(self, end: Finish | MeshError) -> None:
         self.end = end

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from prometheus_client import Histogram
 
 from gateway.generation_spec import Placed
+from gateway.token_gaps import GapSeries, TokenGaps
 from meshkit.telemetry.metrics import Metrics
 
 PLACEMENT = ("model", "group", "worker", "chip")
@@ -23,7 +24,7 @@ class LatencySeries:
     """The latencies of the requests of one model at one place."""
 
     first_token: Histogram
-    inter_token: Histogram
+    inter_token: GapSeries
     per_output_token: Histogram
     e2e: Histogram
 
@@ -37,7 +38,7 @@ class GatewayMetrics:
         self.requests = metrics.counter("num_requests_total", labels=labels)
         self.aborted = metrics.counter("num_aborted_requests_total", labels=labels)
         self._first_token = metrics.histogram("time_to_first_token_seconds", labels=PLACEMENT)
-        self._inter_token = metrics.histogram("inter_token_latency_seconds", labels=PLACEMENT)
+        self._inter_token = TokenGaps(metrics, labels=PLACEMENT)
         self._per_output_token = metrics.histogram("time_per_output_token_seconds", labels=PLACEMENT)
         self._e2e = metrics.histogram("e2e_request_latency_seconds", labels=PLACEMENT)
         self._series: dict[tuple[str, str, str, str], LatencySeries] = {}
@@ -58,7 +59,7 @@ class GatewayMetrics:
             return self.latencies(model, _OTHER)
         made = self._series[key] = LatencySeries(
             self._first_token.labels(*key),
-            self._inter_token.labels(*key),
+            self._inter_token.series(*key),
             self._per_output_token.labels(*key),
             self._e2e.labels(*key),
         )
@@ -105,8 +106,7 @@ class RequestTimer:
             gap = 0.0
         else:
             gap = (now - self._last_token_at) / count
-        for _ in range(count):
-            series.inter_token.observe(gap)
+        series.inter_token.observe(gap, count)
         self._last_token_at = now
         return is_first
 

@@ -23,7 +23,7 @@ class OutputText:
         min_tokens: stop strings are not looked for before the output has so many tokens.
         """
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stop_strings)
+        self._matcher = StopMatcher(stop_strings) if stop_strings else None
         self._min_tokens = min_tokens
         self._bytes = bytearray()
         self._ends = array("I")
@@ -39,7 +39,7 @@ class OutputText:
     @property
     def matched(self) -> str | None:
         """The stop string that was found so far."""
-        return self._matcher.matched
+        return None if self._matcher is None else self._matcher.matched
 
     def end_after(self, token_count: int) -> int:
         """How many bytes of text were certain after the first `token_count` tokens."""
@@ -51,28 +51,35 @@ class OutputText:
         """The text from byte `start` to `end`, both given by this object."""
         return self._bytes[start:end].decode()
 
-    def add(self, token_id: int) -> str | None:
-        """Take in the next token; the stop string that it completed, or None."""
+    def add(self, token_ids: Sequence[int]) -> int:
+        """Take in the next tokens; how many: all, or up to the one that completes a stop string."""
         if self._detokenizer is None:
-            return None
-        text = self._detokenizer.feed((token_id,))
-        matched = self._append(text, matching=len(self._ends) + 1 >= self._min_tokens)
-        self._ends.append(len(self._bytes))
-        return matched
+            return len(token_ids)
+        texts = self._detokenizer.feed_each(token_ids)
+        if self._matcher is not None:
+            return self._add_watching(texts, self._matcher)
+        certain, ends = self._bytes, self._ends
+        for text in texts:
+            certain += text.encode()
+            ends.append(len(certain))
+        return len(texts)
 
     def flush(self) -> str | None:
         """The output ends here: what was held back comes out. A stop string that this completes, or None."""
         if self._detokenizer is None:
             return None
-        matched = self._append(self._detokenizer.flush(), matching=True)
-        if matched is None:
-            self._bytes += self._matcher.flush().text_to_emit.encode()
-        return matched
+        text = self._detokenizer.flush()
+        if self._matcher is not None:
+            text = self._matcher.feed(text).text_to_emit + self._matcher.flush().text_to_emit
+        self._bytes += text.encode()
+        return self.matched
 
-    def _append(self, text: str, *, matching: bool) -> str | None:
-        if not matching:
-            self._bytes += text.encode()
-            return None
-        found = self._matcher.feed(text)
-        self._bytes += found.text_to_emit.encode()
-        return found.matched
+    def _add_watching(self, texts: Sequence[str], matcher: StopMatcher) -> int:
+        for count, text in enumerate(texts, start=1):
+            is_watched = len(self._ends) + 1 >= self._min_tokens
+            certain = matcher.feed(text).text_to_emit if is_watched else text
+            self._bytes += certain.encode()
+            self._ends.append(len(self._bytes))
+            if matcher.matched is not None:
+                return count
+        return len(texts)

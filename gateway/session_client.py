@@ -262,21 +262,24 @@ class SessionClient:
             SessionEndedError: a message before it was lost. All requests go on by another session.
         """
         for event in response.events:
-            request = self._requests.get(event.request_number)
+            number = event.request_number
+            request = self._requests.get(number)
             if request is not None:
-                self._take(request, event)
+                self._take(number, request, event)
             elif is_position(event):
                 # Others were sent before the scheduler knew that it ended here; this one is still worked on.
-                self._outbox.put(cancel_command(event.request_number))
+                self._outbox.put(cancel_command(number))
         if is_report(response):
             missing = self._silence.find_missing(response, self._requests)
             if missing is not None:
                 raise SessionEndedError(f"a message was lost: the scheduler does not have request {missing}")
 
-    def _take(self, request: LiveRequest, event: pb.RequestEvent) -> None:
-        if self._may_pass(event):
-            self._bring_again(event.request_number, request)
-            return
+    def _take(self, number: int, request: LiveRequest, event: pb.RequestEvent) -> None:
+        if number in self._brought_back:
+            if self._may_pass(event):
+                self._bring_again(number, request)
+                return
+            self._brought_back.discard(number)  # The scheduler has taken it for good.
         if event.HasField("tokens"):
             self._check_gap(request, event.tokens.first_index)
         try:
@@ -285,7 +288,8 @@ class SessionClient:
             # A fault in one request's event may not take the session, and with it all others, down.
             log.exception("event could not be applied", request=repr(request))
             request.fail(Internal("an event of this request could not be applied"))
-        self._settle(request, event)
+        if request.has_ended:
+            self._settle(number, request, event)
 
     def _check_gap(self, request: LiveRequest, first_index: int) -> None:
         """Where tokens are missing, another session brings them. Where they are missing there, too, it is the
@@ -297,20 +301,17 @@ class SessionClient:
         self._gaps[request] = known
         raise SessionEndedError(f"a message was lost: token {first_index} came where {known} is the next one")
 
-    def _settle(self, request: LiveRequest, event: pb.RequestEvent) -> None:
-        """After an event: the scheduler has taken the request for good, or is done with it, or we are."""
-        number = event.request_number
-        self._brought_back.discard(number)
+    def _settle(self, number: int, request: LiveRequest, event: pb.RequestEvent) -> None:
+        """A request has ended by an event: the scheduler is done with it, or has to be told that we are."""
         if is_last(event):
             self._leave(number)
-        elif request.has_ended:
+        else:
             self._end_early(number, request)
 
     def _may_pass(self, event: pb.RequestEvent) -> bool:
         """Whether a scheduler refused an accepted request that was brought back, but may take it yet."""
         return (
-            event.request_number in self._brought_back
-            and event.WhichOneof("event") == "failed"
+            event.WhichOneof("event") == "failed"
             and event.failed.code in _MAY_PASS
             and self._clock() - self._up_since < self._settings.outage_limit_s
         )

@@ -72,6 +72,8 @@ class GroupConfig(FrozenConfig):
     """Ceiling per replica."""
     schedule_policy: str | None = None
     """Its own, in place of the scheduler's."""
+    step_window_s: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Its own, in place of the scheduler's."""
     guard: GuardConfig | None = None
     """Bounds of a canary."""
     parity: ParityConfig | None = None

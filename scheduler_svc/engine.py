@@ -10,7 +10,6 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 from chipmesh.device.v1alpha1 import sampling_pb2
 from chipmesh.scheduler.v1alpha1 import session_pb2
@@ -424,16 +423,16 @@ class Engine:
     def _on_tokens(self, event: TokensMade) -> None:
         """Once per token made: nothing is looked up here that is not needed."""
         now = self._loop.time()
-        logprobs = event.logprobs or repeat(None)
-        for request, token, logprob in zip(event.requests, event.token_ids, logprobs, strict=False):
+        for request, logprob in zip(event.requests, event.logprobs, strict=False):  # None, or one for each.
+            if request.payload.sampling.logprobs:
+                request.payload.logprobs.append(logprob)
+        for request in event.requests:
             live: LiveRequest = request.payload
             live.last_token_at = now
             if live.first_token_at is None:
                 live.first_token_at = now
                 self._metrics.first_token(live, now=now)
-            if logprob is not None:
-                live.logprobs.append(logprob)
-            live.sink.token(live.number, index=len(request.output) - 1, token_id=token, logprob=logprob)
+            live.sink.grew(live)
 
     def _on_placed(self, live: LiveRequest, event: Placed) -> None:
         info = self._replicas[event.replica].info

@@ -34,8 +34,8 @@ class EventSink(Protocol):
     def placed(self, number: int, info: ReplicaInfo, *, cached_tokens: int) -> None:
         """It runs on a replica, the first time or again."""
 
-    def token(self, number: int, *, index: int, token_id: int, logprob: float | None) -> None:
-        """A new token, `index` in the whole output. logprob: None where nobody asked for it."""
+    def grew(self, live: LiveRequest) -> None:
+        """It has one token more, the last of its output (and of its logprobs, where it asked for them)."""
 
     def finished(self, number: int, reason: FinishReason) -> None:
         """It ended well. Last event of a request."""

@@ -78,7 +78,10 @@ class MeshView:
             numeric_class=registration.loaded_model.numeric_class,
             executor_pid=registration.executor_pid,
             supervisor_pid=registration.supervisor_pid,
-            message=member.kept_out or member.lost or "",
+            message=member.kept_out or member.lost or member.executor_trouble,
+            ranks=registration.ranks,
+            tensor_parallel_size=registration.tensor_parallel_size,
+            pipeline_parallel_size=registration.pipeline_parallel_size,
         )
         status.pages.SetInParent()
         if member.link is not None and member.link.attached:

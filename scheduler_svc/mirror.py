@@ -54,7 +54,6 @@ class _Copy:
         self.source = source
         self.live: LiveRequest | None = None
         self.source_ended = False
-        self.logprobs: list[float] = []
         self.ended = False
 
     def queued(self, live: LiveRequest) -> None:
@@ -63,10 +62,8 @@ class _Copy:
     def placed(self, number: int, info: ReplicaInfo, *, cached_tokens: int) -> None:
         """Nobody waits for it."""
 
-    def token(self, number: int, *, index: int, token_id: int, logprob: float | None) -> None:
+    def grew(self, live: LiveRequest) -> None:
         """More to compare; once it has as many as the original needs, it need not go on."""
-        if logprob is not None:
-            self.logprobs.append(logprob)
         self.mirror.check(self)
 
     def finished(self, number: int, reason: FinishReason) -> None:
@@ -166,7 +163,8 @@ class Mirror:
         count.identical += equal == len(served)
         count.tokens += len(served)
         count.equal_tokens += equal
-        gaps = [abs(a - b) for a, b in zip(copy.source.logprobs[:equal], copy.logprobs[:equal], strict=False)]
+        logprobs = zip(copy.source.logprobs[:equal], copy.live.logprobs[:equal], strict=False)
+        gaps = [abs(a - b) for a, b in logprobs]
         count.max_logprob_gap = max([count.max_logprob_gap, *gaps])
         group = copy.shadow.group
         self.drop(copy)

@@ -29,11 +29,10 @@ class _Answer:
     def placed(self, number: int, info: ReplicaInfo, *, cached_tokens: int) -> None:
         """Nobody waits for it."""
 
-    def token(self, number: int, *, index: int, token_id: int, logprob: float | None) -> None:
+    def grew(self, live: LiveRequest) -> None:
         """More of the answer."""
-        self.token_ids.append(token_id)
-        if logprob is not None:
-            self.logprobs.append(logprob)
+        self.token_ids.append(live.core.output[-1])
+        self.logprobs = live.logprobs
 
     def finished(self, number: int, reason: FinishReason) -> None:
         """The answer is complete."""

@@ -29,8 +29,10 @@ class Session:
         self.requests: dict[int, LiveRequest] = {}
         self.end: MeshError | None = None
         self._outbox = session_pb2.OpenSessionResponse()
-        self._growing: dict[int, session_pb2.RequestTokens] = {}
-        """Of each request whose last waiting event is tokens: these, to which further ones are added."""
+        self._grown: dict[int, tuple[LiveRequest, int]] = {}
+        """Requests with tokens that wait to be sent, and the index of the first one. Where they lie is the
+        request's own output: so a token costs nothing here but the first of a message.
+        """
         self._report_is_due = False
         self._wakeup = asyncio.Event()
         self._closing = False
@@ -49,10 +51,12 @@ class Session:
         while True:
             await self._wakeup.wait()
             self._wakeup.clear()
-            if self._outbox.events or self._report_is_due:
+            if self._outbox.events or self._grown or self._report_is_due:
+                for live, start in self._grown.values():
+                    self._add_tokens(live, start)
+                self._grown.clear()
                 self._add_report()
                 batch, self._outbox = self._outbox, session_pb2.OpenSessionResponse()
-                self._growing.clear()
                 yield batch
             elif self._closing:
                 return
@@ -75,11 +79,22 @@ class Session:
                 position.first_index = len(live.core.output)
 
     def _add(self, number: int) -> session_pb2.RequestEvent:
+        """An event, after the tokens that came before it."""
+        if (grown := self._grown.pop(number, None)) is not None:
+            self._add_tokens(*grown)
         event = self._outbox.events.add()
         event.request_number = number
-        self._growing.pop(number, None)
         self._wakeup.set()
         return event
+
+    def _add_tokens(self, live: LiveRequest, start: int) -> None:
+        event = self._outbox.events.add()
+        event.request_number = live.number
+        tokens = event.tokens
+        tokens.first_index = start
+        tokens.token_ids.extend(live.core.output[start:])
+        if live.logprobs:
+            tokens.logprobs.extend(live.logprobs[start - len(live.core.output) :])
 
     def queued(self, live: LiveRequest) -> None:
         """The scheduler has the request."""
@@ -96,15 +111,11 @@ class Session:
         placed.numeric_class = info.numeric_class
         placed.cached_tokens = cached_tokens
 
-    def token(self, number: int, *, index: int, token_id: int, logprob: float | None) -> None:
-        """A new token, the one after those before it."""
-        tokens = self._growing.get(number)
-        if tokens is None:
-            tokens = self._growing[number] = self._add(number).tokens
-            tokens.first_index = index
-        tokens.token_ids.append(token_id)
-        if logprob is not None:
-            tokens.logprobs.append(logprob)
+    def grew(self, live: LiveRequest) -> None:
+        """It has one token more."""
+        if live.number not in self._grown:
+            self._grown[live.number] = live, len(live.core.output) - 1
+            self._wakeup.set()
 
     def finished(self, number: int, reason: FinishReason) -> None:
         """It ended well. Last event of a request."""

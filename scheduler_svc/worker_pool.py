@@ -7,7 +7,7 @@ import enum
 import hmac
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -68,6 +68,8 @@ class Member:
     """The executors of this worker before this one, as far as they are remembered."""
     next_instance_id: str = ""
     """The executor that the holder of the lease has announced in place of this one."""
+    executor_trouble: str = ""
+    """Why its supervisor says that it does not take steps."""
     was_cut: bool = False
     """The last attachment ended as its connection was cut."""
     link: ExecutorLink | None = None
@@ -203,13 +205,16 @@ class WorkerPool:
             self.swaps.heard(member.worker, request.swap)
         if request.instance_id != member.registration.instance_id:
             member.next_instance_id = request.instance_id
+            member.executor_trouble = request.message or member.executor_trouble
             self._executor_gone(member, f"its supervisor has instance {request.instance_id!r} now")
         elif request.executor_state == ExecutorState.EXECUTOR_STATE_READY:
             member.executor_ready.set()
+            member.executor_trouble = ""
         elif request.executor_state == ExecutorState.EXECUTOR_STATE_DRAINING:
             self.begin_drain(member)
         else:
-            self._executor_gone(member, "its supervisor says that the executor does not take steps")
+            member.executor_trouble = request.message or member.executor_trouble
+            self._executor_gone(member, request.message or "its supervisor says that it does not take steps")
 
     def deregister(self, *, worker: str, lease_id: str) -> None:
         """End a membership. Idempotent; a lease that is not the present one changes nothing."""
@@ -340,6 +345,9 @@ class WorkerPool:
             backoff_s = min(2 * backoff_s, self._config.reattach_backoff_max_s)
 
     def _make_link(self, member: Member) -> ExecutorLink:
+        own_window_s = self._groups.config(member.registration.group).step_window_s
+        settings = self._links if own_window_s is None else replace(self._links, window_s=own_window_s)
+
         def attached(response: execution_pb2.AttachResponse) -> None:
             self._on_attached(member, link, response)
 
@@ -350,7 +358,7 @@ class WorkerPool:
             target=member.registration.executor_address,
             instance_id=member.registration.instance_id,
             source=self._engine,
-            settings=self._links,
+            settings=settings,
             on_attached=attached,
             # One that is drained or swapped did nothing wrong, nor did the requests that leave it.
             on_closed=lambda blame: self._engine.remove_replica(

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The user's story on a real container engine: images built offline, `docker-compose up`, streams over gRPC, a worker
 # recreated as another chip under them, services stopped, killed and paused, `down`. As root, on Debian (or with dockerd,
-# docker-compose and debootstrap there already). Arguments go to pytest.
+# docker-compose and debootstrap there already). Arguments go to pytest: `-m compose` for all of it.
 #
 # The engine runs in network, process and mount namespaces of its own: it finds all ports free, touches neither the
 # machine's engine nor its firewall, and everything that it started ends with this script, however that ends.
@@ -212,7 +212,7 @@ build() {
 }
 
 run_tests() {
-    .venv/bin/python -m pytest -m compose --durations=12 -v tests/compose "$@" || {
+    .venv/bin/python -m pytest -m "compose and not nightly" --durations=12 -v tests/compose "$@" || {
         say "the containers' last words:"
         cat "$WORK/containers.log" || true # None, where they did not come up.
         return 1

@@ -40,7 +40,7 @@ class WorkerAddresses:
 
 
 class WorkerService:
-    """One worker: a supervisor and its executor. Must be made inside the event loop that it runs on.
+    """One worker: a supervisor and its executors. Must be made inside the event loop that it runs on.
 
     Raises:
         InvalidArgument: it would speak in plain text beyond this host, or its certificate cannot be used.
@@ -54,6 +54,7 @@ class WorkerService:
             {
                 "listen": config.listen,
                 "executor.listen": config.executor.listen,
+                **({"rendezvous": config.rendezvous} if config.rendezvous else {}),
                 "scheduler_address": config.scheduler_address,
             },
             metrics=metrics,
@@ -69,7 +70,9 @@ class WorkerService:
         self.registrar = Registrar(self._channel, on_registered=self._tell_ready)
         self._metrics = WorkerMetrics(metrics, config)
         self._lag = LoopLag(metrics)
-        self.supervisor = Supervisor(config, self.registrar, on_change=self._refresh)
+        self.supervisor = Supervisor(
+            config, self.registrar, on_change=self._refresh, on_ready=self._tell_following
+        )
         self.registrar.on_swap = self.supervisor.order_swap
         self._rpc = RpcServer(
             listen=config.listen, reflection=config.reflection, credentials=service_credentials(config.tls)
@@ -129,31 +132,45 @@ class WorkerService:
     def _health(self) -> HealthReport:
         status = self.supervisor.status
         since = status.since_last_step_s
-        registered = self.registrar.registered.is_set()
         return HealthReport(
             serving=status.state == ExecutorState.EXECUTOR_STATE_READY,
             parts={
                 "process": "ok",
                 "executor": f"{state_word(status.state)} {status.probe_message}".strip(),
                 "last_step": "none yet" if since is None else f"{since:.1f} s ago",
-                "registration": "registered" if registered else "not registered",
+                "registration": self._registration(),
+                **({"last_loss": status.last_loss} if status.last_loss else {}),
             },
         )
 
+    def _registration(self) -> str:
+        if self._config.first_rank:
+            return f"by the host of rank 0, which leads; this one has ranks from {self._config.first_rank}"
+        return "registered" if self.registrar.registered.is_set() else "not registered"
+
     def _tell_ready(self, registered: RegisterRequest) -> None:
-        """Say where the worker and its present executor are: at first, and again after a replacement."""
+        """Say where the worker and its present executors are: at first, and again after a replacement."""
         log.info("worker is ready", worker=registered.worker_id, instance_id=registered.instance_id)
+        self._write_ready(instance_id=registered.instance_id, executor_address=registered.executor_address)
+
+    def _tell_following(self) -> None:
+        """The same of ranks that another host's leader commands."""
+        first = self.supervisor.executors.first.process
+        self._write_ready(instance_id=first.instance_id, executor_address=first.address)
+
+    def _write_ready(self, **executor: str) -> None:
         if self._config.ready_file is None:
             return
+        pids = self.supervisor.executors.pids
         write_ready(self._config.ready_file, {
             "service": "worker",
             "pid": os.getpid(),
             "address": self._config.advertise or self._addresses.address,
             "http_address": self._addresses.http_address,
-            "worker": registered.worker_id,
-            "instance_id": registered.instance_id,
-            "executor_pid": registered.executor_pid,
-            "executor_address": registered.executor_address,
+            "worker": self._config.worker_id,
+            "executor_pid": pids[0],
+            "executor_pids": pids,
+            **executor,
         })  # fmt: skip
 
     def _refresh(self) -> None:

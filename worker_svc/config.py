@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
+from typing_extensions import Self
 
 from meshkit.address import parse_listen
 from meshkit.config import FrozenConfig, ServiceConfig
@@ -72,6 +73,22 @@ class WorkerConfig(ServiceConfig):
     """Texts, for the plugin."""
     device: int = Field(default=0, ge=0)
     """Index as the framework counts, after visibility variables."""
+    devices: tuple[int, ...] = ()
+    """In place of `device`, where several run the model together: of each rank of this host, in order."""
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    """Ranks that share each layer. Not set: by the devices and the model."""
+    pipeline_parallel_size: int | None = Field(default=None, ge=1)
+    """Stages that the layers are split over. Not set: by the devices and the model."""
+    step_timeout_s: float = Field(default=5.0, gt=0)
+    """A rank that does not come to a step's communication by then is named, and all are started again."""
+    join_timeout_s: float = Field(default=600.0, gt=0)
+    """Until all ranks must have read their weights and met."""
+    rendezvous: str = ""
+    """"HOST:PORT" of rank 0's host, where the ranks of several hosts meet; both sizes must be set then.
+    Empty: all are on this host, and meet at a free port.
+    """
+    first_rank: int = Field(default=0, ge=0)
+    """Of the ranks over several hosts the first one on this host. Only the host of rank 0 registers."""
     model_path: str = ""
     """Folder, .gguf, or name of a pulled model."""
     load_format: str = "auto"
@@ -79,10 +96,12 @@ class WorkerConfig(ServiceConfig):
     dtype: str = "auto"
     """auto: the first of the chip's."""
     kv_cache_dtype: str = "auto"
-    """auto: the first of the chip's."""
+    """auto: the compute dtype, else the first of the chip's. fp8_e4m3, fp8_e5m2, int8: where the chip reports
+    them; int8 by the checkpoint's scales only.
+    """
     quantization: str = ""
     """w8a8 or w4a16: weights are rounded as they are loaded. a8: what they are multiplied with, where a step
-    program does so, else refused.
+    program does so, else refused. A checkpoint that is quantised already needs none, and takes no other.
     """
     strict: bool = False
     """Refuse reference operators."""
@@ -103,10 +122,86 @@ class WorkerConfig(ServiceConfig):
     executor: ExecutorConfig = ExecutorConfig()
     """Its process."""
     executors_on_host: int = Field(default=1, ge=1)
-    """How many share the host's memory and processors."""
+    """How many share the host's memory and processors, its own among them."""
     takeover_token: SecretStr | None = None
     """Lets a new supervisor take over this id while it is live. Not set: one of this process, which is in its
     log.
     """
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """How long running requests may go on after SIGTERM."""
+
+    @property
+    def own_devices(self) -> tuple[int, ...]:
+        """The devices of this host's ranks, in order: one where the model is not split."""
+        return self.devices or (self.device,)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether several ranks run the model together."""
+        return len(self.own_devices) > 1 or self.spans_hosts
+
+    @property
+    def executors_here(self) -> int:
+        """How many share this host."""
+        return max(self.executors_on_host, len(self.own_devices))
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether there are ranks on other hosts."""
+        return bool(self.rendezvous)
+
+    @model_validator(mode="after")
+    def _names_each_device_once(self) -> Self:
+        if self.devices and "device" in self.model_fields_set:
+            raise ValueError("device and devices are both given; devices is for sets of several ranks")
+        if any(device < 0 for device in self.devices) or len(set(self.devices)) < len(self.devices):
+            raise ValueError(f"devices is {list(self.devices)}; each is an index from 0, and serves once")
+        return self
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _is_a_meeting_point(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if value and not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise ValueError(f"rendezvous is {value!r}; write HOST:PORT, with a port from 1 to 65535")
+        return value
+
+    @model_validator(mode="after")
+    def _can_be_a_set(self) -> Self:
+        check_set(self)
+        return self
+
+
+def check_set(config: WorkerConfig) -> None:
+    """Raises ValueError unless this host's ranks have an address each, and are a set of the sizes given or a
+    part of one.
+    """
+    address = parse_listen(config.executor.listen, field="executor.listen")
+    if len(config.devices) > 1 and getattr(address, "port", None) != 0:
+        raise ValueError(
+            f"executor.listen is {config.executor.listen!r}; {len(config.devices)} executors cannot share "
+            "it: use port 0, a free one for each"
+        )
+    own, tensor, pipeline = (
+        len(config.own_devices),
+        config.tensor_parallel_size,
+        config.pipeline_parallel_size,
+    )
+    sizes = f"tensor_parallel_size {tensor or 'not set'}, pipeline_parallel_size {pipeline or 'not set'}"
+    if not config.spans_hosts:
+        if config.first_rank:
+            raise ValueError(f"first_rank is {config.first_rank}; set rendezvous, where it meets the others")
+        given = (tensor or 1) * (pipeline or 1)
+        if own % given or (tensor and pipeline and own != given):
+            raise ValueError(
+                f"{sizes}: their product is the number of ranks, and there are {own} devices; set devices to "
+                "as many, or rendezvous where more are on other hosts"
+            )
+        return
+    if tensor is None or pipeline is None:
+        raise ValueError(f"rendezvous is set, so both sizes have to be: {sizes}")
+    if config.first_rank + own > tensor * pipeline:
+        raise ValueError(
+            f"{sizes}: that is {tensor * pipeline} ranks; first_rank {config.first_rank} and {own} devices "
+            f"here would need {config.first_rank + own}"
+        )

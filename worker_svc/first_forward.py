@@ -1,8 +1,13 @@
-"""The first forward pass after a load: a model that makes NaN or infinity never serves, and says where."""
+"""The first forward pass after a load: a model that makes NaN or infinity never serves, and says where.
+
+Of a split model the ranks make the pass together, and all come to the same end.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,11 +33,11 @@ def probe_tokens(vocab_size: int, page_size: int) -> IntArray:
 def is_finite(
     model: Model, layers: Sequence[Tensor], *, vocab_size: int, dtype: torch.dtype, page_size: int
 ) -> bool:
-    """Whether some tokens from all over the vocabulary give finite logits. layers: caches of one page at
-    least.
+    """Whether some tokens from all over the vocabulary give finite logits; a part without a head makes none.
+    layers: caches of one page at least.
     """
     logits = run_probe(model, layers, vocab_size=vocab_size, dtype=dtype, page_size=page_size)
-    return bool(torch.isfinite(logits).all())
+    return logits is None or bool(torch.isfinite(logits).all())
 
 
 def run_probe(
@@ -43,8 +48,8 @@ def run_probe(
     dtype: torch.dtype,
     page_size: int,
     observe: Observer | None = None,
-) -> Tensor:
-    """Logits of a prompt that fits one page; `observe` sees each stage."""
+) -> Tensor | None:
+    """Logits of a prompt that fits one page, where the model has a head; `observe` sees each stage."""
     row = PrefillRow(
         slot=0,
         start=0,
@@ -59,26 +64,47 @@ def run_probe(
         dtype=dtype,
         device=layers[0].device,
     )
-    return model.logits(model.forward(step, layers, observe))
+    hidden = model.forward(step, layers, observe)
+    return model.logits(hidden) if model.has_head else None
 
 
-def describe_failure(
+@dataclass(frozen=True)
+class BadOperator:
+    """The first operator of a pass whose result is not finite. call: its number in the pass."""
+
+    call: int
+    name: str
+    where: str
+    rank: str = ""
+    """Number of the rank that ran it; "": the model is not split."""
+
+
+def find_bad_operator(
     build: BuildObserved, layers: Sequence[Tensor], *, vocab_size: int, dtype: torch.dtype, page_size: int
-) -> FailedPrecondition:
-    """The refusal, with the first operator whose result is not finite, and its place in the model."""
-    found: list[OperatorCall] = []
+) -> BadOperator | None:
+    """Makes the pass again and watches it; None: here all is finite."""
+    found: list[BadOperator] = []
+    calls = itertools.count()
 
     def watch(call: OperatorCall) -> None:
+        number = next(calls)
         if not found and not all(bool(torch.isfinite(each).all()) for each in call.outputs):
-            found.append(call)
+            found.append(BadOperator(number, call.name, call.where))
 
     run_probe(build(watch), layers, vocab_size=vocab_size, dtype=dtype, page_size=page_size)
-    where = f"{found[0].name} of {found[0].where}" if found else "no operator when run again"
+    return found[0] if found else None
+
+
+def describe_failure(found: BadOperator | None, dtype: torch.dtype) -> FailedPrecondition:
+    """The refusal, with the operator and its place in the model."""
+    where = f"{found.name} of {found.where}" if found else "no operator when run again"
+    if found and found.rank:
+        where += f" on rank {found.rank}"
     return FailedPrecondition(
         f"the first forward pass gave values that are not finite, first in {where}; the weights are "
         f"damaged or {str(dtype).removeprefix('torch.')} is too narrow for this model",
         field="model_path",
         reason="NON_FINITE_LOGITS",
-        operator=found[0].name if found else "",
-        where=found[0].where if found else "",
+        operator=found.name if found else "",
+        where=found.where if found else "",
     )

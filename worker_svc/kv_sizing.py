@@ -84,6 +84,18 @@ def size_kv_cache(
     return KvSize(page_count=pages, page_size=page_size, rule=rule)
 
 
+def memory_share(request: KvRequest, memory: DeviceMemory) -> int:
+    """Bytes of the device's memory that are one executor's."""
+    return memory.total_bytes // (request.executors_on_host if memory.shared_with_host else 1)
+
+
+def static_fraction(request: KvRequest, memory: DeviceMemory) -> float:
+    """Of that, what weights and KV cache may take."""
+    if request.mem_fraction_static is not None:
+        return request.mem_fraction_static
+    return HOST_FRACTION if memory.shared_with_host else DEVICE_FRACTION
+
+
 def _check_free(wanted: int, memory: DeviceMemory, rule: str) -> None:
     if wanted > memory.free_bytes:
         raise ResourceExhausted(
@@ -96,10 +108,7 @@ def _check_free(wanted: int, memory: DeviceMemory, rule: str) -> None:
 
 def _kv_budget(request: KvRequest, memory: DeviceMemory, weight_bytes: int) -> tuple[int, str]:
     """Bytes for KV by rule 2 or 3, and the rule in words."""
-    fraction = request.mem_fraction_static
-    if fraction is None:
-        fraction = HOST_FRACTION if memory.shared_with_host else DEVICE_FRACTION
-    share = memory.total_bytes // (request.executors_on_host if memory.shared_with_host else 1)
+    fraction, share = static_fraction(request, memory), memory_share(request, memory)
     budget = int(share * fraction) - weight_bytes
     rule = f"{fraction:g} of {share / _GIB:.2f} GiB less {weight_bytes / _GIB:.2f} GiB of weights"
     if request.mem_fraction_static is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from meshkit.errors import FailedPrecondition, InvalidArgument
 from meshkit.modelstore import ModelFolder, default_cache_dir, open_model
+from meshkit.modelstore.checkpoint_quantization import read_quantization
+from meshkit.modelstore.sharding import ALONE, ParallelLayout, RankPlace
 from plugins.sdk.backend import Backend
 from plugins.sdk.memory import Buffer
 from plugins.sdk.operator_table import OperatorBinder, OperatorTable
@@ -19,12 +21,16 @@ from plugins.sdk.operators import OperatorSet
 from plugins.sdk.planning import CallSite, ExecutionPlan, PlanRequest, plan_execution
 from plugins.sdk.runner import LoadOptions, Progress
 from plugins.sdk.step_program import DecoderShape, StepProgram, StepProgramCapability
+from plugins.sdk.tensors import carrier_of
 from worker_svc.call_sites import collect_call_sites
+from worker_svc.kv_scales import KvScales, read_kv_scales
 from worker_svc.layers.quantization import QuantizationPolicy
 from worker_svc.models.architecture import KvShape, Model, ModelContext, ModelFactory
 from worker_svc.models.registry import find_architecture
+from worker_svc.parallel.links import NoLinks, RankLinks
 from worker_svc.program_runs import DecoderReader, describe_shape
-from worker_svc.weights import DummyWeights, WeightReader, WeightSource
+from worker_svc.weights import DummyWeights, QuantizedWeights, WeightReader, WeightSource
+from worker_svc.weights.parts import RankWeights
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -33,7 +39,8 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 class PlannedModel:
     """A model whose weights are not read yet, and how it runs on its back end.
 
-    operators: what carries out the plan. device: where torch keeps its tensors.
+    operators: what carries out the plan. device: where torch keeps its tensors. links: to the ranks that run
+    the other parts; before they are joined they tell the place only.
     """
 
     backend: Backend
@@ -47,6 +54,8 @@ class PlannedModel:
     source: WeightSource
     device: torch.device
     shape: DecoderShape | None = None
+    links: RankLinks = field(default_factory=NoLinks)
+    kv_scales: KvScales = field(default_factory=KvScales)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,6 +95,8 @@ class PlannedModel:
             device=self.device,
             progress=partial(progress, "weights"),
             policy=self.policy,
+            links=self.links,
+            kv_scales=self.kv_scales,
         )
         return self.backend.execute_runnable(lambda: self.factory(context))
 
@@ -97,21 +108,25 @@ def plan_model(
 
     Raises:
         InvalidArgument: (load_format, model_path, dtype, kv_cache_dtype, quantization) what cannot be.
+            (tensor_parallel_size, pipeline_parallel_size) the model does not divide so.
         FailedPrecondition: as plugins.sdk.planning.plan_execution; (backend) it has no operators.
         NotFound: no such device.
     """
     operators = require_operators(backend)
     backend.devices.properties(options.device)
     folder = open_folder(options, progress)
-    policy = QuantizationPolicy(options.quantization)
+    policy = QuantizationPolicy.of_model(options.quantization, folder.config)
     architecture, factory = find_architecture(folder.config)
-    sites = collect_call_sites(folder.config, vocab_size=folder.vocab_size, policy=policy)
+    place = place_of(options)
+    sites = collect_call_sites(folder.config, vocab_size=folder.vocab_size, policy=policy, place=place)
     request = PlanRequest(
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
         page_size=page_size,
-        quantization=options.quantization,
+        quantization=policy.kind,
+        stored_as=policy.checkpoint.label if policy.checkpoint else "",
         strict=options.strict,
+        ranks=place.layout.world_size,
     )
     shape = describe_shape(architecture, folder.config, vocab_size=folder.vocab_size)
     plan = plan_execution(backend.capabilities(), sites, request, shape=shape)
@@ -124,10 +139,19 @@ def plan_model(
         sites=sites,
         plan=plan,
         operators=operators.table(plan.operators),
-        source=_weights(folder, options.load_format),
+        source=_weights(folder, options.load_format, place),
         device=operators.torch_device(options.device),
         shape=shape,
+        links=NoLinks(place),
+        kv_scales=read_kv_scales(folder.config, folder.weights, plan.kv_cache_dtype.value),
     )
+
+
+def place_of(options: LoadOptions) -> RankPlace:
+    """Which part of the model is to be loaded. Raises InvalidArgument (…_parallel_size, rank)."""
+    if options.parallel is None:
+        return ALONE
+    return ParallelLayout(options.parallel.tensor, options.parallel.pipeline).place(options.parallel.rank)
 
 
 def require_operators(backend: Backend) -> OperatorSet:
@@ -174,15 +198,22 @@ def allocate_pages(
     layout = require_operators(backend).kv_layout
     buffer = backend.memory.allocate(
         (shape.layers, *layout.memory_shape((2, page_count, page_size, shape.heads, shape.head_dim))),
-        dtype,
+        carrier_of(dtype),
         device,
         zeroed=True,
     )
-    tensor: Tensor = buffer.tensor
+    tensor: Tensor = buffer.tensor.view(getattr(torch, dtype))
     return buffer, [layout.as_cache(layer) for layer in tensor.unbind(0)]
 
 
-def _weights(folder: ModelFolder, load_format: str) -> WeightSource:
+def _weights(folder: ModelFolder, load_format: str, place: RankPlace) -> WeightSource:
+    whole = _whole_weights(folder, load_format)
+    return whole if place.layout.world_size == 1 else RankWeights(whole, folder.config, place)
+
+
+def _whole_weights(folder: ModelFolder, load_format: str) -> WeightSource:
     if load_format == "dummy" or folder.weights is None:
         return DummyWeights(folder.config, seed=0)
-    return WeightReader(folder.weights)
+    reader = WeightReader(folder.weights)
+    quantization = read_quantization(folder.config)
+    return QuantizedWeights(reader, folder.config, quantization) if quantization else reader

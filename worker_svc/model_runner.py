@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshkit.errors import FailedPrecondition, ResourceExhausted
+from meshkit.errors import DeadlineExceeded, FailedPrecondition, MeshError, ResourceExhausted, Unavailable
 from meshkit.telemetry.logging import get_logger
 from plugins.sdk.backend import Backend
 from plugins.sdk.memory import Buffer
@@ -37,15 +38,32 @@ from plugins.sdk.slot_sampling import Sampled, Samplers, SlotSampling
 from plugins.sdk.step_program import StepProgram
 from plugins.sdk.tensors import dtype_size
 from plugins.sdk.timing import StopTiming, join
-from worker_svc.first_forward import BuildObserved, describe_failure, is_finite, probe_tokens
+from worker_svc.first_forward import (
+    BuildObserved,
+    describe_failure,
+    find_bad_operator,
+    is_finite,
+    probe_tokens,
+)
+from worker_svc.kv_scales import SCALED_DTYPES
 from worker_svc.layers.step_tensors import build_step, sampling_rows
 from worker_svc.model_building import PlannedModel, allocate_pages, plan_model, require_operators
 from worker_svc.models.architecture import KvShape, Model
 from worker_svc.observed_operators import ObservedOperators
+from worker_svc.parallel.ranks import Ranks
+from worker_svc.parallel.set_loading import (
+    all_finite,
+    check_same_model,
+    first_of_set,
+    join_ranks,
+    settle_allocation,
+)
+from worker_svc.parallel.tokens import share_tokens, take_tokens
 from worker_svc.program_runs import kv_shape_of, probe_is_finite, run_batch
 from worker_svc.timed_operators import TimedOperators
 
 log = get_logger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,6 +75,8 @@ class _Loaded:
     samplers: Samplers
     description: LoadedModel
     timed: TimedOperators
+    ranks: Ranks | None = None
+    """Links to the other ranks; None: the model is not split."""
 
     @property
     def device(self) -> torch.device:
@@ -88,6 +108,7 @@ class OperatorModelRunner(ModelRunner):
     """Runs a model by the operators of a backend, chosen once at load by its capability report."""
 
     takes_constraints = True
+    takes_ranks = True
 
     def __init__(self, backend: Backend) -> None:
         require_operators(backend)
@@ -102,6 +123,18 @@ class OperatorModelRunner(ModelRunner):
             raise FailedPrecondition("a model is loaded; unload it first", reason="MODEL_LOADED")
         self._device = options.device
         planned = plan_model(self._backend, options, progress)
+        ranks = self._run(lambda: join_ranks(self._backend, options, planned.device))
+        if ranks is not None:
+            planned = replace(planned, links=ranks)
+        try:
+            self._loaded = self._load(planned, ranks, progress)
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
+        return self._loaded.description
+
+    def _load(self, planned: PlannedModel, ranks: Ranks | None, progress: Progress) -> _Loaded:
         table = planned.operators
         choice = planned.plan.step_program
         log.info("step program", pattern=choice.value, reason=choice.reason)
@@ -110,14 +143,17 @@ class OperatorModelRunner(ModelRunner):
         model = planned.create_program(progress) or planned.build(timed, progress)
         description = _describe(planned, model)
         samplers = Samplers.bind(timed, planned.folder.vocab_size)
-        loaded = _Loaded(planned, model, samplers, description, timed)
+        loaded = _Loaded(planned, model, samplers, description, timed, ranks)
+        if ranks is not None:
+            self._run(lambda: check_same_model(ranks, description))
         progress("first forward", 0.0)
         self._check_first_forward(
             loaded, lambda observe: planned.build(ObservedOperators(table, observe), progress)
         )
         progress("first forward", 1.0)
-        self._loaded = loaded
-        return description
+        if ranks is not None:
+            ranks.enter_steps()
+        return loaded
 
     def allocate_kv_cache(self, *, page_count: int, page_size: int, max_slots: int) -> int:
         """[layers, 2, pages, page, g, d] in the chip's order in memory, zeroed: attention multiplies masked
@@ -129,7 +165,7 @@ class OperatorModelRunner(ModelRunner):
                 "a KV cache is allocated; unload the model first", reason="KV_CACHE_ALLOCATED"
             )
         self._check_page_size(loaded, page_size)
-        buffer, layers = self._allocate_pages(loaded, page_count, page_size)
+        buffer, layers = self._allocate_with_ranks(loaded, page_count, page_size)
         sampling = SlotSampling(
             max_slots=max_slots, vocab_size=loaded.description.vocab_size, device=loaded.device
         )
@@ -157,7 +193,10 @@ class OperatorModelRunner(ModelRunner):
             model = loaded.model
             if isinstance(model, StepProgram):
                 return self._run_program(batch, model, loaded, cache)
-            return self._backend.execute_runnable(lambda: _run_step(batch, model, loaded, cache))
+            if loaded.ranks is None:
+                return self._run(lambda: _run_step(batch, model, loaded, cache))
+            with _leaving_on_errors(loaded.ranks):
+                return self._run(lambda: _run_step(batch, model, loaded, cache))
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ResourceExhausted(
                 f"the device has no memory left for a step: {error}. Lower mem_fraction_static, "
@@ -165,10 +204,17 @@ class OperatorModelRunner(ModelRunner):
                 reason="OUT_OF_DEVICE_MEMORY",
             ) from error
 
+    def exchange(self, text: str) -> Sequence[str]:
+        """As the contract says."""
+        ranks = self._require_model().ranks
+        return (text,) if ranks is None else self._run(lambda: ranks.exchange(text))
+
     def start_timing(self, *, most_runs: int) -> StopTiming | None:
-        """Of a step program as far as it can tell, and of operators by themselves."""
+        """Of a step program as far as it can tell; of operators, and what ranks exchange, by themselves."""
         loaded = self._require_model()
         stops = [loaded.timed.start(most_runs=most_runs)]
+        if loaded.ranks is not None:
+            stops.append(loaded.ranks.start_timing(most_runs=most_runs))
         if isinstance(loaded.model, StepProgram):
             stop = loaded.model.start_timing(most_runs=most_runs)
             if stop is None:
@@ -186,6 +232,8 @@ class OperatorModelRunner(ModelRunner):
         """Free weights and pages."""
         if self._cache is not None:
             self._backend.memory.free(self._cache.buffer)
+        if self._loaded is not None and self._loaded.ranks is not None:
+            self._loaded.ranks.close()
         self._cache = None
         self._loaded = None
 
@@ -223,6 +271,25 @@ class OperatorModelRunner(ModelRunner):
             device=self._device,
         )
 
+    def _allocate_with_ranks(
+        self, loaded: _Loaded, pages: int, page_size: int
+    ) -> tuple[Buffer, Sequence[Tensor]]:
+        """Returns when all ranks have theirs: none is then late for the first step."""
+        allocated: tuple[Buffer, Sequence[Tensor]] | None = None
+        problem: MeshError | None = None
+        try:
+            allocated = self._allocate_pages(loaded, pages, page_size)
+        except MeshError as error:
+            problem = error
+        try:
+            self._run(lambda: settle_allocation(loaded.ranks, problem))
+        except MeshError:
+            if allocated is not None:
+                self._backend.memory.free(allocated[0])
+            raise
+        assert allocated is not None, "a problem has been raised"
+        return allocated
+
     def _check_page_size(self, loaded: _Loaded, page_size: int) -> None:
         """The plan was made for the chip's preferred size; another one may break an operator's constraint."""
         report = self._backend.capabilities()
@@ -231,7 +298,9 @@ class OperatorModelRunner(ModelRunner):
         plan_operators(report.operators, planned.sites, dtype=planned.plan.dtype.value, page_size=page_size)
 
     def _check_first_forward(self, loaded: _Loaded, build: BuildObserved) -> None:
-        """Raises FailedPrecondition that names the first operator whose result is not finite."""
+        """Raises FailedPrecondition that names the first operator whose result is not finite; of a split
+        model on all ranks, whichever has it.
+        """
         page_size: int = loaded.planned.plan.page_size.value
         buffer, layers = self._allocate_pages(loaded, 1, page_size)
         vocab_size = loaded.description.vocab_size
@@ -243,10 +312,26 @@ class OperatorModelRunner(ModelRunner):
         else:
             probe = partial(is_finite, model, layers, **sizes)
         try:
-            if not self._backend.execute_runnable(probe):
-                raise self._backend.execute_runnable(partial(describe_failure, build, layers, **sizes))
+            if not self._run(lambda: all_finite(loaded.ranks, probe())):
+                found = self._run(partial(find_bad_operator, build, layers, **sizes))
+                raise describe_failure(self._run(lambda: first_of_set(loaded.ranks, found)), loaded.dtype)
         finally:
             self._backend.memory.free(buffer)
+
+    def _run(self, work: Callable[[], T]) -> T:
+        return self._backend.execute_runnable(work)
+
+
+@contextmanager
+def _leaving_on_errors(ranks: Ranks) -> Iterator[None]:
+    """An error of this rank's own: the others would wait for it in vain, so it leaves them."""
+    try:
+        yield
+    except (DeadlineExceeded, Unavailable):
+        raise
+    except BaseException:
+        ranks.close()
+        raise
 
 
 def _run_step(batch: StepBatch, model: Model, loaded: _Loaded, cache: _Cache) -> StepOutput:
@@ -261,10 +346,27 @@ def _run_step(batch: StepBatch, model: Model, loaded: _Loaded, cache: _Cache) ->
     rows, slots = sampling_rows(batch)
     if not len(rows):
         return StepOutput(slots=np.empty(0, dtype=np.int32), token_ids=np.empty(0, dtype=np.int32))
-    if len(rows) < hidden.shape[0]:
-        hidden = hidden[torch.from_numpy(rows).to(loaded.device)]
-    sampled = cache.sampling.sample(model.logits(hidden), slots, loaded.samplers, batch.allowed)
+    logits = None
+    if model.has_head:
+        if len(rows) < hidden.shape[0]:
+            hidden = hidden[torch.from_numpy(rows).to(loaded.device)]
+        logits = model.logits(hidden)
+    sampled = _sample(logits, slots, batch.allowed, loaded, cache)
     return StepOutput(sampled.slots, sampled.token_ids, sampled.logprobs, sampled.failures)
+
+
+def _sample(
+    logits: Tensor | None, slots: IntArray, allowed: AllowedTokens | None, loaded: _Loaded, cache: _Cache
+) -> Sampled:
+    """By the one rank that samples; the others are told."""
+    ranks = loaded.ranks
+    if ranks is not None and not ranks.samples:
+        return take_tokens(ranks, slots, cache.sampling)
+    assert logits is not None, "the rank that samples has the head"
+    sampled = cache.sampling.sample(logits, slots, loaded.samplers, allowed)
+    if ranks is not None:
+        share_tokens(ranks, slots, sampled)
+    return sampled
 
 
 def _kv_shape(planned: PlannedModel, model: Model | StepProgram) -> KvShape:
@@ -274,7 +376,7 @@ def _kv_shape(planned: PlannedModel, model: Model | StepProgram) -> KvShape:
 def _describe(planned: PlannedModel, model: Model | StepProgram) -> LoadedModel:
     folder, plan, policy = planned.folder, planned.plan, planned.policy
     kv_dtype: str = plan.kv_cache_dtype.value
-    suffix = f"+{policy.format}" if policy.format else ""
+    suffix = f"+{policy.label}" if policy.label else ""
     return LoadedModel(
         architecture=planned.architecture,
         vocab_size=folder.vocab_size,
@@ -282,13 +384,25 @@ def _describe(planned: PlannedModel, model: Model | StepProgram) -> LoadedModel:
         kv_bytes_per_token=_kv_shape(planned, model).values_per_token * dtype_size(kv_dtype),
         weight_bytes=model.weight_bytes,
         weights_version=f"{folder.weights_version}{suffix if policy.quantizes else ''}",
-        numeric_class=f"{plan.dtype.value}{suffix}",
+        numeric_class=f"{plan.dtype.value}{suffix}{_of_the_cache(planned)}{_order_of_sums(planned)}",
         kv_cache_dtype=kv_dtype,
-        kv_layout=plan.kv_layout.value,
+        kv_layout="+".join(filter(None, (plan.kv_layout.value, planned.kv_scales.identity))),
         eos_token_ids=folder.eos_token_ids,
         tokenizer_file=str(folder.tokenizer_file),
         operators=plan.served_by(),
     )
+
+
+def _of_the_cache(planned: PlannedModel) -> str:
+    """A cache of 8 bits rounds what was computed to other numbers."""
+    kv_dtype: str = planned.plan.kv_cache_dtype.value
+    return f"+kv-{kv_dtype}" if kv_dtype in SCALED_DTYPES else ""
+
+
+def _order_of_sums(planned: PlannedModel) -> str:
+    """Sums over tensor ranks have an order of their own; stages change no bit."""
+    tensor = planned.links.place.layout.tensor
+    return f"+tp{tensor}" if tensor > 1 else ""
 
 
 def _log_fallbacks(table: OperatorTable) -> None:

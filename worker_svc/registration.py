@@ -80,6 +80,7 @@ class Registrar:
         self._announced: RegisterRequest | None = None
         self._instance_id = ""
         self._state = ExecutorState.EXECUTOR_STATE_STARTING
+        self._why = ""
         self._lease: _Lease | None = None
         self._news = asyncio.Event()
         self.registered = asyncio.Event()
@@ -94,9 +95,11 @@ class Registrar:
         self.registered.clear()
         self.set_state(ExecutorState.EXECUTOR_STATE_READY, instance_id=request.instance_id)
 
-    def set_state(self, state: ExecutorState.ValueType, *, instance_id: str | None = None) -> None:
-        """What the next heartbeat says; it is sent at once."""
-        self._state = state
+    def set_state(
+        self, state: ExecutorState.ValueType, *, instance_id: str | None = None, why: str = ""
+    ) -> None:
+        """What the next heartbeat says; it is sent at once. why: for people."""
+        self._state, self._why = state, why
         if instance_id is not None:
             self._instance_id = instance_id
         self._news.set()
@@ -181,6 +184,7 @@ class Registrar:
             instance_id=self._instance_id,
             executor_state=self._state,
             swap=self._swap,
+            message=self._why,
         )
         try:
             answer = await self._stub.Heartbeat(request, timeout=max(2 * lease.interval_s, 0.5))

@@ -15,26 +15,21 @@ from google.protobuf.duration_pb2 import Duration
 
 from chipmesh.device.v1alpha1.execution_pb2 import (
     AllocateKvCacheRequest,
+    AllocateKvCacheResponse,
     AttachResponse,
     LoadModelRequest,
+    RankInfo,
     SlotFailure,
     StepPlan,
     StepResult,
 )
 from chipmesh.device.v1alpha1.execution_pb2 import LoadedModel as LoadedModelMessage
-from chipmesh.device.v1alpha1.execution_pb2 import OperatorDecision as OperatorDecisionMessage
 from meshkit.errors import FailedPrecondition, InvalidArgument, MeshError, Unavailable
 from meshkit.telemetry.logging import get_logger
-from plugins.sdk.runner import (
-    LoadedModel,
-    LoadOptions,
-    ModelRunner,
-    OperatorDecision,
-    Progress,
-    RowFailure,
-    StepOutput,
-)
+from plugins.sdk.runner import LoadedModel, ModelRunner, Progress, RowFailure, StepOutput
+from worker_svc.agreement import Agreement, agree, make_offer
 from worker_svc.constraints import StepConstraints
+from worker_svc.model_messages import load_options, model_message
 from worker_svc.profile.recorder import MOST_RUNS, Recording, StepRecorder
 from worker_svc.request_spans import RequestSpans
 from worker_svc.slots import AppliedPlan, SlotTable
@@ -42,6 +37,8 @@ from worker_svc.slots import AppliedPlan, SlotTable
 log = get_logger(__name__)
 
 _INT32_LIMIT = 2**31
+SET_IS_OVER = ("RANKS_MISSING", "RANK_LOST")
+"""Reasons of a runner's errors after which no step of its set can be right any more."""
 
 
 class EngineState(enum.Enum):
@@ -51,7 +48,7 @@ class EngineState(enum.Enum):
     LOADING = "loading a model"
     LOADED = "a model is loaded, its KV cache is not allocated"
     READY = "takes steps"
-    FAILED = "the device failed"
+    FAILED = "the device failed, or the set is over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,29 @@ class _Loaded:
         message = model_message(self.model)
         message.no_constraints_reason = self.constraints.reason
         return message
+
+
+@dataclass(frozen=True, slots=True)
+class _Allocated:
+    request: AllocateKvCacheRequest
+    agreed: Agreement
+    allocated_bytes: int
+
+    def to_proto(self) -> AllocateKvCacheResponse:
+        return AllocateKvCacheResponse(
+            allocated_bytes=self.allocated_bytes,
+            page_count=self.agreed.page_count,
+            max_slots=self.agreed.max_slots,
+            ranks=self.agreed.ranks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why the engine takes no steps any more: a sentence, and a word for programs."""
+
+    message: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +143,14 @@ class StepEngine:
         self._spans = RequestSpans(span_attributes or {})
         self._clock = clock
         self._loaded: _Loaded | None = None
-        self._allocated: tuple[AllocateKvCacheRequest, int] | None = None
+        self._allocated: _Allocated | None = None
         self._table: SlotTable | None = None
         self._epoch = 0
+        self._refused: set[tuple[int, int]] = set()
+        """(epoch, step_seq) of plans that ended with an error since the last attach."""
         self._last_step_end: float | None = None
         self._state = EngineState.EMPTY
-        self._failure = ""
+        self._failure: _Failure | None = None
         self._recorder: StepRecorder | None = None
 
     def __repr__(self) -> str:
@@ -141,13 +163,26 @@ class StepEngine:
 
     @property
     def failure(self) -> str:
-        """Why the device failed, for people; "" while it has not. May be read on any thread."""
-        return self._failure
+        """Why no step is taken any more, for people; "" while they are. May be read on any thread."""
+        failure = self._failure
+        return "" if failure is None else failure.message
 
     @property
     def epoch(self) -> int:
         """Epoch of the last attach; 0 before the first. May be read on any thread."""
         return self._epoch
+
+    @property
+    def rank(self) -> int:
+        """This one's number in its set; 0 where it is alone. May be read on any thread."""
+        loaded = self._loaded
+        return loaded.request.parallel.rank if loaded is not None else 0
+
+    @property
+    def ranks(self) -> Sequence[RankInfo]:
+        """All ranks of the set in order, once pages are allocated. May be read on any thread."""
+        allocated = self._allocated
+        return () if allocated is None else allocated.agreed.ranks
 
     @property
     def occupied_slots(self) -> int:
@@ -159,8 +194,8 @@ class StepEngine:
         """Load a model; the same request again returns the loaded one.
 
         Raises:
-            FailedPrecondition: another model is loaded. Unavailable: the device failed. Else as
-            ModelRunner.load.
+            FailedPrecondition: another model is loaded, or the runner takes no ranks and is to be one.
+            Unavailable: the device failed. Else as ModelRunner.load.
         """
         self._check_well()
         if self._loaded is not None:
@@ -170,21 +205,29 @@ class StepEngine:
                     reason="MODEL_LOADED",
                 )
             return self._loaded.to_proto()
+        options = load_options(request)
+        if options.parallel is not None and not self._runner.takes_ranks:
+            raise FailedPrecondition(
+                f"rank {options.parallel.rank} of {options.parallel.tensor * options.parallel.pipeline} was "
+                "asked for, and this backend runs a model on one device only; give each replica one device",
+                field="parallel",
+                reason="TAKES_NO_RANKS",
+            )
         self._state = EngineState.LOADING
         try:
             with self._device_failures("loading the model"):
-                model = self._runner.load(_load_options(request), progress)
+                model = self._runner.load(options, progress)
                 constraints = StepConstraints.of(model, runner_takes_them=self._runner.takes_constraints)
         except MeshError:
-            if not self._failure:
+            if self._failure is None:
                 self._state = EngineState.EMPTY
             raise
         self._loaded = _Loaded(request, model, constraints)
         self._state = EngineState.LOADED
         return self._loaded.to_proto()
 
-    def allocate(self, request: AllocateKvCacheRequest) -> int:
-        """Allocate the pages; returns bytes. The same request again returns the same.
+    def allocate(self, request: AllocateKvCacheRequest) -> AllocateKvCacheResponse:
+        """Allocate the pages, as many as each rank of the set has. The same request again returns the same.
 
         Raises:
             InvalidArgument: a number is out of range. FailedPrecondition: no model, or other pages are
@@ -194,28 +237,29 @@ class StepEngine:
         self._check_well()
         loaded = self._require_model()
         if self._allocated is not None:
-            if self._allocated[0] != request:
+            if self._allocated.request != request:
                 raise FailedPrecondition(
                     "another KV cache is allocated; call UnloadModel first", reason="KV_CACHE_ALLOCATED"
                 )
-            return self._allocated[1]
+            return self._allocated.to_proto()
         self._check_sizes(request)
         with self._device_failures("allocating the KV cache"):
+            agreed = agree(self._runner, make_offer(loaded.request, request))
             allocated_bytes = self._runner.allocate_kv_cache(
-                page_count=request.page_count, page_size=request.page_size_tokens, max_slots=request.max_slots
+                page_count=agreed.page_count, page_size=agreed.page_size_tokens, max_slots=agreed.max_slots
             )
         self._table = SlotTable(
-            page_count=request.page_count,
-            page_size=request.page_size_tokens,
-            max_slots=request.max_slots,
+            page_count=agreed.page_count,
+            page_size=agreed.page_size_tokens,
+            max_slots=agreed.max_slots,
             vocab_size=loaded.model.vocab_size,
         )
-        self._allocated = (request, allocated_bytes)
+        self._allocated = _Allocated(request, agreed, allocated_bytes)
         self._state = EngineState.READY
-        return allocated_bytes
+        return self._allocated.to_proto()
 
-    def attach(self) -> AttachResponse:
-        """Drop all slots and open a new epoch.
+    def attach(self, epoch: int | None = None) -> AttachResponse:
+        """Drop all slots and open a new epoch: the next one, or `epoch`, which is greater than all before.
 
         Raises:
             FailedPrecondition: no model or no KV cache. Unavailable: the device failed.
@@ -230,10 +274,11 @@ class StepEngine:
         with self._device_failures("dropping all slots"):
             self._runner.reset()
         loaded.constraints.reset()
-        self._epoch += 1
+        self._epoch = self._epoch + 1 if epoch is None else epoch
         self._table.reset(epoch=self._epoch)
+        self._refused.clear()
         self._last_step_end = None
-        sizes = self._allocated[0]
+        sizes = self._allocated.agreed
         return AttachResponse(
             epoch=self._epoch,
             page_count=sizes.page_count,
@@ -256,12 +301,17 @@ class StepEngine:
                 "no KV cache is allocated; call AllocateKvCache first", reason="NO_KV_CACHE"
             )
         start = self._clock()
-        applied = table.apply(plan)
+        try:
+            applied = table.apply(plan)
+        except MeshError:
+            self._refused.add((plan.epoch, plan.step_seq))
+            raise
         try:
             with self._device_failures(f"step {plan.step_seq}"):
                 output = self._run(applied, plan, loaded.constraints)
         except MeshError:
             # The table is a step ahead of the runner: nothing is right until a scheduler attaches anew.
+            self._refused.add((plan.epoch, plan.step_seq))
             table.reset(epoch=0)
             self._spans.end_all("STEP_FAILED")
             raise
@@ -292,6 +342,17 @@ class StepEngine:
         if epoch == self._epoch:
             self._spans.end_all("STREAM_ENDED")
 
+    def fail(self, message: str, *, reason: str) -> None:
+        """Take no more steps; of several causes the first stays. May be called on any thread."""
+        if self._failure is None:
+            self._failure = _Failure(message, reason)
+            self._state = EngineState.FAILED
+            log.warning("no more steps are taken", cause=message, reason=reason)
+
+    def has_refused(self, epoch: int, step_seq: int) -> bool:
+        """Whether that plan, of the present epoch, ended with an error here. May be read on any thread."""
+        return (epoch, step_seq) in self._refused
+
     def unload(self) -> None:
         """Free the model and the pages. Idempotent."""
         self._spans.end_all("UNLOADED")
@@ -300,7 +361,7 @@ class StepEngine:
         if self._loaded is not None:
             self._loaded.constraints.close()
         self._loaded = self._allocated = self._table = None
-        if not self._failure:
+        if self._failure is None:
             self._state = EngineState.EMPTY
 
     def _run(self, applied: AppliedPlan, plan: StepPlan, constraints: StepConstraints) -> StepOutput | None:
@@ -355,24 +416,28 @@ class StepEngine:
 
     @contextmanager
     def _device_failures(self, doing: str) -> Iterator[None]:
-        """What is no MeshError means that the device cannot be trusted any more."""
+        """What is no MeshError means that the device cannot be trusted any more; some are a set's end."""
         try:
             yield
-        except MeshError:
-            raise
+        except MeshError as error:
+            if error.reason not in SET_IS_OVER:
+                raise
+            self.fail(f"the set is over: {doing}: {error.message}", reason=error.reason)
+            raise self._unavailable() from error
         except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            self._state, self._failure = EngineState.FAILED, f"{doing}: {cause}"
             log.exception("the device failed", doing=doing)
+            cause = f"{type(error).__name__}: {error}"
+            self.fail(f"the device failed while {doing}: {cause}", reason="DEVICE_FAILED")
             raise self._unavailable() from error
 
     def _check_well(self) -> None:
-        if self._failure:
+        if self._failure is not None:
             raise self._unavailable()
 
     def _unavailable(self) -> Unavailable:
+        assert self._failure is not None
         return Unavailable(
-            f"the device failed while {self._failure}. The executor must be replaced", reason="DEVICE_FAILED"
+            f"{self._failure.message}. The executor must be replaced", reason=self._failure.reason
         )
 
     def _require_model(self) -> _Loaded:
@@ -397,49 +462,6 @@ class StepEngine:
                 f"page_size_tokens is {request.page_size_tokens}; this chip's attention takes {sizes}",
                 field="page_size_tokens",
             )
-
-
-def model_message(model: LoadedModel) -> LoadedModelMessage:
-    """The wire form of a loaded model."""
-    return LoadedModelMessage(
-        architecture=model.architecture,
-        vocab_size=model.vocab_size,
-        context_tokens=model.context_tokens,
-        kv_bytes_per_token=model.kv_bytes_per_token,
-        weight_bytes=model.weight_bytes,
-        weights_version=model.weights_version,
-        numeric_class=model.numeric_class,
-        kv_cache_dtype=model.kv_cache_dtype,
-        kv_layout=model.kv_layout,
-        eos_token_ids=model.eos_token_ids,
-        operators=[_decision_message(decision) for decision in model.operators],
-    )
-
-
-def _decision_message(decision: OperatorDecision) -> OperatorDecisionMessage:
-    return OperatorDecisionMessage(
-        name=decision.name,
-        choice=decision.choice,
-        reason=decision.reason,
-        where=decision.where,
-        calls=decision.calls,
-        sizes=decision.sizes,
-        padded=decision.padded,
-        parts=[_decision_message(part) for part in decision.parts],
-    )
-
-
-def _load_options(request: LoadModelRequest) -> LoadOptions:
-    return LoadOptions(
-        model_path=request.model_path,
-        load_format=request.load_format or "auto",
-        dtype=request.dtype or "auto",
-        kv_cache_dtype=request.kv_cache_dtype or "auto",
-        device=request.device,
-        strict=request.strict,
-        cache_dir=request.cache_dir,
-        quantization=request.quantization,
-    )
 
 
 def _duration(seconds: float) -> Duration:

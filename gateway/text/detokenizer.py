@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode as _decode
 from collections.abc import Collection, Sequence
 
 from gateway.text.tokenizer import Tokenizer
 
 _LONGEST_CHARACTER_BYTES = 4
 _REPLACEMENT = "\ufffd"
-_decoder_of_utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
@@ -41,30 +40,44 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         if shown_token_ids:
             self._skipped = self._skipped.difference(shown_token_ids)
-        self._decoder = _decoder_of_utf8("replace")
         tail = self._tail(prompt_token_ids)
         self._strip_pending = tokenizer.strips_leading_space and not tail
-        self._decoder.decode(tail)
-        # Whether the bytes held back belong to the prompt.
-        self._held_from_prompt = bool(self._decoder.getstate()[0])
+        self._held = tail[_decode(tail, "replace")[1] :]
+        """Bytes of a character that is not complete."""
+        self._held_from_prompt = bool(self._held)
         if emitted_token_ids:
             self.feed(emitted_token_ids)
 
     def __repr__(self) -> str:
-        return f"<IncrementalDetokenizer held={self._decoder.getstate()[0]!r}>"
+        return f"<IncrementalDetokenizer held={self._held!r}>"
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that became final with these tokens; empty while a character is incomplete."""
-        table, skipped = self._table, self._skipped
-        text = self._decoder.decode(b"".join([table[id_] for id_ in token_ids if id_ not in skipped]))
-        if text and (self._held_from_prompt or self._strip_pending):
-            text = self._without_start(text)
-        return text
+        return "".join(self.feed_each(token_ids))
+
+    def feed_each(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that became final with each of these tokens."""
+        table, skipped, held = self._table, self._skipped, self._held
+        texts = []
+        for token_id in token_ids:  # The hot loop: once per token. C's decoder, and nothing around it.
+            data = held if token_id in skipped else held + table[token_id]
+            text, used = _decode(data, "replace")
+            held = data[used:]
+            texts.append(text)
+        self._held = held
+        if self._held_from_prompt or self._strip_pending:
+            self._treat_first(texts)
+        return texts
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for a character that was never completed, else nothing."""
-        text = self._decoder.decode(b"", final=True)
+        text, self._held = self._held.decode("utf-8", "replace"), b""
         return self._without_start(text) if text else text
+
+    def _treat_first(self, texts: list[str]) -> None:
+        first = next((index for index, text in enumerate(texts) if text), None)
+        if first is not None:
+            texts[first] = self._without_start(texts[first])
 
     def _without_start(self, text: str) -> str:
         """Treat the first text after the prompt: it may be the prompt's, or the space that encoding put in

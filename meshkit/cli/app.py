@@ -11,7 +11,7 @@ from typing import Annotated
 import grpc
 import typer
 
-from meshkit.cli.commands import access, benchmarks, chips, mesh, operations, services, trials
+from meshkit.cli.commands import access, benchmarks, chips, mesh, operations, services, trials, tuning
 from meshkit.cli.terminal import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -33,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for family in (mesh, operations, access, services, chips, trials, benchmarks):
+for family in (mesh, operations, access, services, chips, trials, benchmarks, tuning):
     app.add_typer(family.commands)
 
 

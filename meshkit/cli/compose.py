@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.address import TcpAddress
+from meshkit.cli.backend_options import options_for
 from meshkit.cli.device_groups import Device, DeviceGroup, parse_device_groups
 from meshkit.cli.options import GroupOptions, MeshOptions
 from meshkit.cli.state import StateDir
@@ -42,7 +43,7 @@ class GroupPlan:
     """
 
     name: str
-    devices: tuple[Device, ...]
+    replicas: tuple[tuple[Device, ...], ...]
     weight: float
     settings: MeshOptions
     model: str
@@ -54,11 +55,11 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """One worker: its id (also its service name), group and chip."""
+    """One worker: its id (also its service name), group and chips, one for each rank."""
 
     worker_id: str
     group: GroupPlan
-    device: Device
+    devices: tuple[Device, ...]
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ class MeshPlan:
     @property
     def workers(self) -> list[WorkerPlan]:
         """All workers, numbered over all groups in the order of the notation."""
-        places = [(group, device) for group in self.groups for device in group.devices]
+        places = [(group, replica) for group in self.groups for replica in group.replicas]
         return [
-            WorkerPlan(f"worker-{number}", group, device) for number, (group, device) in enumerate(places)
+            WorkerPlan(f"worker-{number}", group, replica) for number, (group, replica) in enumerate(places)
         ]
 
     @property
@@ -126,6 +127,7 @@ def plan_mesh(options: MeshOptions, models: Mapping[str, OpenedModel]) -> MeshPl
     )
     _check_models(groups)
     _check_options(groups)
+    _check_sizes(groups)
     return MeshPlan(options, groups)
 
 
@@ -143,7 +145,7 @@ def _groups(options: MeshOptions) -> list[tuple[DeviceGroup, MeshOptions, float]
             field="--groups-file",
         )
     return [
-        (DeviceGroup(own.name, members.devices), options.model_copy(update=own.overrides), own.weight)
+        (DeviceGroup(own.name, members.replicas), options.model_copy(update=own.overrides), own.weight)
         for own, members in zip(options.groups, devices, strict=True)
     ]
 
@@ -153,7 +155,7 @@ def _plan_group(
 ) -> GroupPlan:
     return GroupPlan(
         name=group.name,
-        devices=group.devices,
+        replicas=group.replicas,
         weight=weight,
         settings=settings,
         model=settings.served_model_name or model.name,
@@ -176,13 +178,13 @@ def _check_models(groups: Sequence[GroupPlan]) -> None:
 
 def _check_options(groups: Sequence[GroupPlan]) -> None:
     """An option goes to the one backend of those that share it, or says which one it is for."""
-    everywhere = {device.backend for group in groups for device in group.devices}
+    everywhere = {replica[0].backend for group in groups for replica in group.replicas}
     for group in groups:
         options = group.settings.backend_options
         sharing = {
-            device.backend
+            replica[0].backend
             for each in groups
-            for device in each.devices
+            for replica in each.replicas
             if each.settings.backend_options is options
         }
         for key in options:
@@ -199,16 +201,20 @@ def _check_options(groups: Sequence[GroupPlan]) -> None:
                 )
 
 
-def _options_for(backend: str, options: Mapping[str, str]) -> dict[str, str]:
-    """Those for all, and those that name this backend."""
-    chosen: dict[str, str] = {}
-    for key, value in options.items():
-        scope, dot, name = key.partition(".")
-        if not dot:
-            chosen[key] = value
-        elif scope == backend:
-            chosen[name] = value
-    return chosen
+def _check_sizes(groups: Sequence[GroupPlan]) -> None:
+    """Sizes that are given make up each replica's chips."""
+    for group in groups:
+        tensor, pipeline = group.settings.tensor_parallel_size, group.settings.pipeline_parallel_size
+        for replica in group.replicas:
+            count, given = len(replica), (tensor or 1) * (pipeline or 1)
+            if count % given or (tensor and pipeline and count != given):
+                raise InvalidArgument(
+                    f"group {group.name!r} has a replica {'+'.join(map(str, replica))} of {count} chips; "
+                    f"--tp-size {tensor or 'not given'} times --pp-size {pipeline or 'not given'} has to "
+                    "make up as many; groups of different layouts each say theirs in a groups file "
+                    "(tensor_parallel_size, pipeline_parallel_size)",
+                    field="--tp-size" if tensor else "--pp-size",
+                )
 
 
 def _chunk_tokens(options: MeshOptions, *, context_tokens: int) -> int | None:
@@ -250,6 +256,7 @@ def _scheduler_group(group: GroupPlan) -> dict[str, Any]:
     ceilings = {
         "chunked_prefill_size": group.chunk_tokens,
         "max_running_requests": group.settings.max_running_requests,
+        "step_window_s": group.settings.step_window_s,
     }
     named = {"name": group.name, "model": group.model, "weight": group.weight}
     return {**named, **_without_none(ceilings), **group.own}
@@ -286,12 +293,15 @@ def worker_config(
     """WorkerConfig as JSON."""
     group = worker.group
     options = group.settings
+    backend = worker.devices[0].backend
     chosen = {
         "page_size": options.page_size,
         "max_running_requests": options.max_running_requests,
         "mem_fraction_static": options.mem_fraction_static,
         "max_total_tokens": options.max_total_tokens,
         "chunked_prefill_size": group.chunk_tokens,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "pipeline_parallel_size": options.pipeline_parallel_size,
         "executor": {"python": options.executor_python} if options.executor_python else None,
     }
     return {
@@ -300,9 +310,9 @@ def worker_config(
         "group": group.name,
         "model": group.model,
         "scheduler_address": scheduler_address,
-        "backend": worker.device.backend,
-        "backend_options": _options_for(worker.device.backend, options.backend_options),
-        "device": worker.device.index,
+        "backend": backend,
+        "backend_options": options_for(backend, options.backend_options),
+        **_devices(worker),
         "model_path": str(group.model_path),
         "load_format": options.load_format,
         "dtype": options.dtype,
@@ -311,9 +321,15 @@ def worker_config(
         "strict": options.strict,
         "cache_dir": str(options.cache_dir),
         "drain_timeout_s": WORKER_DRAIN_S,
-        "executors_on_host": len(plan.workers),
+        "executors_on_host": sum(len(each.devices) for each in plan.workers),
         **_without_none(chosen),
     }
+
+
+def _devices(worker: WorkerPlan) -> dict[str, Any]:
+    """`device` of one chip, `devices` of several."""
+    indices = [device.index for device in worker.devices]
+    return {"device": indices[0]} if len(indices) == 1 else {"devices": indices}
 
 
 def _service_part(plan: MeshPlan, *, name: str, state: StateDir) -> dict[str, Any]:

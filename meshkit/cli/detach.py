@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from meshkit.cli.child import LogTail, last_error_line
 from meshkit.cli.events import LaunchEvent, Report
 from meshkit.cli.options import MeshOptions
 from meshkit.cli.processes import POLL_S
-from meshkit.cli.state import MeshRecord, StateDir
+from meshkit.cli.state import STATE_DIR_VARIABLE, MeshRecord, StateDir
 from meshkit.errors import FailedPrecondition, MeshError
 
 LAUNCH_COMMAND = "launch"
@@ -50,7 +51,13 @@ def _spawn_launcher(options: MeshOptions, state: StateDir) -> subprocess.Popen[b
     command = [sys.executable, "-m", "meshkit.cli", LAUNCH_COMMAND, "--options", str(state.options_file)]
     with state.launch_log.open("wb") as log:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            # The folder may be another one than ours.
+            env={**os.environ, STATE_DIR_VARIABLE: str(state.root)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 

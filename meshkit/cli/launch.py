@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any, Literal
@@ -30,8 +28,7 @@ from meshkit.cli.state import MeshRecord, ServiceKind, StateDir
 from meshkit.cli.stopping import stop_services
 from meshkit.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Internal
 from meshkit.modelstore import open_model
-
-LOOPBACK = "127.0.0.1"
+from meshkit.ports import LOOPBACK, reserve_port
 
 
 class StopRequests:
@@ -179,19 +176,6 @@ class Launcher:
                 f"{late} not ready after {self._plan.options.start_timeout_s:.0f} s; see the logs in "
                 f"{waiting[0].log.parent}, or give more time with --start-timeout"
             )
-
-
-@contextlib.contextmanager
-def reserve_port() -> Iterator[int]:
-    """A free TCP port of loopback for a process that is yet to start: nobody else gets it meanwhile.
-
-    A socket that is bound and does not listen keeps the system from giving the port away; a server may bind
-    it all the same, since both allow the reuse of addresses, as gRPC's do.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((LOOPBACK, 0))
-        yield holder.getsockname()[1]
 
 
 def _mesh_record(

@@ -77,12 +77,16 @@ def _describe_replica(replica: admin_pb2.ReplicaStatus) -> dict[str, Any]:
     plain = (
         "worker", "chip", "emulated", "instance_id", "running", "waiting", "page_size_tokens",
         "numeric_class", "epoch", "step_seq", "max_running_requests", "chunk_tokens", "retracted_count",
-        "executor_pid", "supervisor_pid",
+        "executor_pid", "supervisor_pid", "tensor_parallel_size", "pipeline_parallel_size",
     )  # fmt: skip
     return {
         **{name: getattr(replica, name) for name in plain},
         "state": _state_name(replica.state),
         "message": replica.message,
+        "ranks": [
+            {"rank": each.rank, "device": each.device, "pid": each.pid, "address": each.address}
+            for each in replica.ranks
+        ],
         "pages": {"total": pages.total, "free": pages.free, "cached": pages.cached, "held": pages.held},
     }
 
@@ -114,7 +118,7 @@ def print_table(status: dict[str, Any]) -> None:
 
 
 def _words(status: dict[str, Any]) -> list[str]:
-    """What numbers do not say: why a group or a replica has no traffic."""
+    """What numbers do not say: why a group or a replica has no traffic, and who the ranks of a set are."""
     lines: list[str] = []
     for group in status["groups"]:
         if group["rolled_back"]:
@@ -124,7 +128,17 @@ def _words(status: dict[str, Any]) -> list[str]:
             for replica in group["replicas"]
             if replica["message"]
         ]
+        lines += [_ranks_line(replica) for replica in group["replicas"] if len(replica["ranks"]) > 1]
     return lines
+
+
+def _ranks_line(replica: dict[str, Any]) -> str:
+    ranks = ", ".join(
+        f"{each['rank']}: device {each['device']}, pid {each['pid']}" for each in replica["ranks"]
+    )
+    layout = f"tensor parallel {replica['tensor_parallel_size']}"
+    layout += f", pipeline parallel {replica['pipeline_parallel_size']}"
+    return f"worker {replica['worker']} is a set of {len(replica['ranks'])} ranks ({layout}): {ranks}"
 
 
 def _replica_cells(replica: dict[str, Any] | None) -> list[str]:

@@ -13,9 +13,10 @@ from meshkit.config import FrozenConfig, LogLevel
 class GroupOptions(FrozenConfig):
     """One group of a groups file. What it leaves out is as the flags say.
 
-    devices: members as `--device-groups` has them, for one group: "cpu:0,cpu:1". weight: among the groups of
-    its model. guard, parity: as the scheduler's groups have them (docs/operating.md).
-    chunked_prefill_size and max_running_requests are ceilings over what each replica reports.
+    devices: members as `--device-groups` has them, for one group: "cpu:0+cpu:1,cpu:2". weight: among the
+    groups of its model. guard, parity: as the scheduler's groups have them (docs/operating.md).
+    chunked_prefill_size and max_running_requests are ceilings over what each replica reports. step_window_s:
+    seconds, in place of what each chip prefers.
     """
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -28,11 +29,14 @@ class GroupOptions(FrozenConfig):
     load_format: str | None = None
     kv_cache_dtype: str | None = None
     quantization: str | None = None
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
     chunked_prefill_size: int | None = None
     max_running_requests: int | None = None
     mem_fraction_static: float | None = None
     page_size: int | None = None
     schedule_policy: str | None = None
+    step_window_s: float | None = None
     max_total_tokens: int | None = None
     context_length: int | None = None
     strict: bool | None = None
@@ -53,7 +57,8 @@ class MeshOptions(FrozenConfig):
     chunked_prefill_size: tokens; -1 turns chunking off. mem_fraction_static: share in (0, 1].
     page_size, max_total_tokens, context_length: tokens. port, http_port, openai_port: 0 picks a free one.
     groups: from a groups file, instead of device_groups. model_path may be empty where every group has one.
-    start_timeout_s: seconds until everything must be ready.
+    tensor_parallel_size, pipeline_parallel_size: their product is the number of each replica's chips; None:
+    by the chips and the model. start_timeout_s: seconds until everything must be ready.
     """
 
     model_path: str
@@ -65,11 +70,14 @@ class MeshOptions(FrozenConfig):
     load_format: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str = ""
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
     chunked_prefill_size: int | None = None
     max_running_requests: int | None = None
     mem_fraction_static: float | None = None
     page_size: int | None = None
     schedule_policy: str | None = None
+    step_window_s: float | None = None
     schedule_conservativeness: float | None = None
     radix_eviction_policy: str | None = None
     radix_attention_min_len: int | None = None

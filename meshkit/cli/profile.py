@@ -24,6 +24,7 @@ WRITING_S = 90.0
 """For the trace to be written and sent, beyond the recording."""
 _TICK_S = 0.1
 _TABLE_WIDTH = 110
+_KIB = 1024
 
 
 def profile_worker(
@@ -120,10 +121,19 @@ def _table(summary: dict[str, Any]) -> Table:
         own = [each for each in summary["operators"] if each["class"] == line["class"]]
         by = _by(line["native"], ", ".join(line["programs"]))
         table.add_row(line["class"], "", *_numbers(line), by)
-        if len(own) > 1:
+        if len(own) > 1 or any("size_bytes" in each for each in own):
             for each in own:
-                table.add_row("", each["operator"], *_numbers(each), _by(each["native"], each["program"]))
+                table.add_row("", _operator(each), *_numbers(each), _by(each["native"], each["program"]))
     return table
+
+
+def _operator(line: dict[str, Any]) -> str:
+    """Its name; of a collective also what a call carries."""
+    name = str(line["operator"])
+    if not line.get("size_bytes"):
+        return name
+    size = line["size_bytes"] / line["calls"]
+    return f"{name}, {size / _KIB:.1f} KiB a call" if size >= _KIB else f"{name}, {size:.0f} B a call"
 
 
 def _numbers(line: dict[str, Any]) -> tuple[str, str, str, str]:
@@ -136,13 +146,27 @@ def _by(native: bool | None, program: str) -> str:
     return program if native is None else f"{'native' if native else 'fallback'}: {program}"
 
 
+def _communication_lines(communication: dict[str, Any]) -> list[str]:
+    milliseconds, share = communication["seconds"] * 1e3, communication["overlap_share"]
+    waited = communication["waited_s"] * 1e3
+    under_way = f"communication under way {milliseconds:.1f} ms, {share:.1%} of it behind computing"
+    lines = [f"{under_way}; steps waited {waited:.1f} ms for it"]
+    step = communication["per_step"]
+    if step["steps"]:
+        seconds, behind, held = (step[name] * 1e3 for name in ("seconds", "overlapped_s", "waited_s"))
+        lines.append(
+            f"a step (mean of {step['steps']}): {seconds:.3f} ms under way, {behind:.3f} ms behind "
+            f"computing, {held:.3f} ms waited for"
+        )
+    return lines
+
+
 def _lines(summary: dict[str, Any]) -> list[str]:
     communication = summary["communication"]
     busy_ms, idle_ms = summary["step_s"] * 1e3, summary["idle_s"] * 1e3
     lines = [f"device busy {busy_ms:.1f} ms, idle {idle_ms:.1f} ms ({summary['idle_share']:.1%} of the time)"]
     if communication["seconds"]:
-        milliseconds, share = communication["seconds"] * 1e3, communication["overlap_share"]
-        lines.append(f"communication {milliseconds:.1f} ms, {share:.1%} of it behind computing")
+        lines += _communication_lines(communication)
     lines += [f"note: {note}" for note in summary["notes"]]
     lines.append(f"trace: {summary['trace']} (open it in ui.perfetto.dev)")
     return lines

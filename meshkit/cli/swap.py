@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -20,33 +21,51 @@ from meshkit.errors import Unavailable
 Show = Callable[[admin_pb2.SwapChipResponse], None]
 
 
+@dataclass(frozen=True)
+class NewChips:
+    """What a worker is to run on. backend: "" for the present one. devices: one for each rank; none: 0.
+    options: KEY=VALUE for the plugin. Sizes: None: as the worker chooses.
+    """
+
+    backend: str
+    devices: Sequence[int]
+    tensor_parallel_size: int | None
+    pipeline_parallel_size: int | None
+    options: Sequence[str]
+
+    def request(self, worker: str, *, model_path: str, never_pause: bool) -> admin_pb2.SwapChipRequest:
+        """The call that asks for them."""
+        alone = len(self.devices) < 2
+        return admin_pb2.SwapChipRequest(
+            worker=worker,
+            backend=self.backend,
+            device=next(iter(self.devices), 0) if alone else 0,
+            devices=() if alone else self.devices,
+            tensor_parallel_size=self.tensor_parallel_size or 0,
+            pipeline_parallel_size=self.pipeline_parallel_size or 0,
+            backend_options=read_backend_options(self.options, flag="--option"),
+            model_path=model_path,
+            never_pause=never_pause,
+        )
+
+
 def swap_chip(
     worker: str,
     *,
-    backend: str,
-    device: int,
-    options: Sequence[str],
+    chips: NewChips,
     model_path: str,
     never_pause: bool,
     endpoint: str | None,
     as_json: bool,
     tls: Path | None = None,
 ) -> None:
-    """Swap, show the stages as they come, and say how long it took. backend: "" for the present one.
-    tls: as for `open_scheduler`.
+    """Swap, show the stages as they come, and say how long it took. tls: as for `open_scheduler`.
 
     Raises:
         MeshError: the worker is not there, or the new executor did not start: the old one serves on, or is
             loaded again where it had to make room.
     """
-    request = admin_pb2.SwapChipRequest(
-        worker=worker,
-        backend=backend,
-        device=device,
-        backend_options=read_backend_options(options, flag="--option"),
-        model_path=model_path,
-        never_pause=never_pause,
-    )
+    request = chips.request(worker, model_path=model_path, never_pause=never_pause)
     address = require_endpoint(state_dir_from_environment(), kind="scheduler", given=endpoint)
     begun = time.monotonic()
     with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bars:
@@ -58,9 +77,9 @@ def swap_chip(
         stages = asyncio.run(_swap(address, request, show, tls))
     seconds = round(time.monotonic() - begun, 3)
     if as_json:
-        print_json({"worker": worker, "backend": backend, "stages": stages, "seconds": seconds})
+        print_json({"worker": worker, "backend": chips.backend, "stages": stages, "seconds": seconds})
     else:
-        print(f"{worker} runs on {backend or 'the same chip, loaded anew'} now ({seconds:.1f} s)")
+        print(f"{worker} runs on {chips.backend or 'the same chip, loaded anew'} now ({seconds:.1f} s)")
 
 
 async def _swap(address: str, request: admin_pb2.SwapChipRequest, show: Show, tls: Path | None) -> list[str]:

@@ -40,6 +40,8 @@ def read_options(flags: Mapping[str, Any]) -> MeshOptions:
     values["backend_options"] = read_backend_options(words, flag="--backend-option")
     values["groups"] = read_groups(values.pop("groups_file"))
     values["start_timeout_s"] = values.pop("start_timeout")
+    values["tensor_parallel_size"] = values.pop("tp_size")
+    values["pipeline_parallel_size"] = values.pop("pp_size")
     return parse_config(MeshOptions, {**values, "cache_dir": default_cache_dir()}, source="chipmesh up")
 
 

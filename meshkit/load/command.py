@@ -98,8 +98,11 @@ def serve(  # noqa: PLR0913, PLR0917 - each flag is a parameter
     return _run(settings, as_json=as_json, output_file=output_file, plot=plot)
 
 
-def read_settings(flags: Mapping[str, Any], *, api_key_env: str | None) -> BenchSettings:
-    """Settings from flags by typer's names; from the environment API key, authority and `up`'s mesh.
+def read_settings(
+    flags: Mapping[str, Any], *, api_key_env: str | None, source: str = "chipmesh bench serve"
+) -> BenchSettings:
+    """Settings from flags by typer's names; from the environment API key, authority and `up`'s mesh. source:
+    the command.
 
     Raises:
         InvalidArgument: a flag, or two that do not go together.
@@ -115,7 +118,7 @@ def read_settings(flags: Mapping[str, Any], *, api_key_env: str | None) -> Bench
         found["authority"] = os.environ.get(AUTHORITY_VARIABLE) or None
         if flags["base_url"] is None:
             found["gateway"] = _find_gateway(flags["gateway"])
-    return parse_settings(found)
+    return parse_settings(found, source=source)
 
 
 def _run(settings: BenchSettings, *, as_json: bool, output_file: Path | None, plot: Path | None) -> int:

@@ -87,14 +87,14 @@ class BenchSettings(FrozenConfig):
         return shown
 
 
-def parse_settings(raw: Mapping[str, Any]) -> BenchSettings:
-    """Settings from what a command line gave, by field.
+def parse_settings(raw: Mapping[str, Any], *, source: str = "chipmesh bench serve") -> BenchSettings:
+    """Settings from what a command line gave, by field. source: the command.
 
     Raises:
         InvalidArgument: with the flag at fault, the value and what is allowed.
     """
     try:
-        settings = parse_config(BenchSettings, dict(raw), source="chipmesh bench serve")
+        settings = parse_config(BenchSettings, dict(raw), source=source)
     except InvalidArgument as error:
         raise InvalidArgument(error.message, field=_flag(error.field or "")) from error
     return check_settings(settings)

@@ -11,6 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshkit.modelstore.checkpoint_quantization import (
+    MATRICES_FIELD,
+    find_matrices,
+    integer_tensors,
+    read_quantization,
+    stored_shapes,
+)
 from meshkit.modelstore.description import WEIGHTS_FILE, describe_gguf
 from meshkit.modelstore.hub import is_hub_id
 from meshkit.modelstore.layouts import complete_config, tensor_shapes
@@ -47,7 +54,12 @@ class ModelFolder:
 
 
 def open_model(
-    reference: str, *, cache_dir: Path, progress: Progress | None = None, need_weights: bool = True
+    reference: str,
+    *,
+    cache_dir: Path,
+    progress: Progress | None = None,
+    need_weights: bool = True,
+    need_tokenizer: bool = True,
 ) -> ModelFolder:
     """Open a folder in Hugging Face layout, a .gguf, a folder with exactly one .gguf, or a model pulled
     before.
@@ -56,7 +68,7 @@ def open_model(
     first: nothing is fetched here. The first open of a GGUF converts its
     header (seconds) and reports to `progress(stage, share)`; later ones take milliseconds.
     `need_weights=False` is enough of a folder for load-format dummy: weights are then neither looked for nor
-    checked.
+    checked. `need_tokenizer=False` is enough where only sizes matter: tokenizer.json may then be missing.
 
     Raises:
         InvalidArgument: (model_path) whatever makes the reference unusable, with what was found and what is
@@ -71,7 +83,9 @@ def open_model(
             else describe_gguf(gguf, cache_dir=cache_dir, progress=progress or ignore_progress)
         )
         name = reference if _is_pulled_id(reference) else source.stem if source.is_file() else source.name
-        return _read_folder(folder, source=source, name=name, need_weights=need_weights)
+        return _read_folder(
+            folder, source=source, name=name, need_weights=need_weights, need_tokenizer=need_tokenizer
+        )
     except OSError as error:
         raise model_path_error(
             f"{reference!r} cannot be opened: {error}", reason="MODEL_UNREADABLE"
@@ -120,10 +134,12 @@ def _gguf_of(source: Path) -> Path | None:
     raise model_path_error(f"{source} holds neither config.json nor a .gguf", reason="MODEL_NOT_FOUND")
 
 
-def _read_folder(folder: Path, *, source: Path, name: str, need_weights: bool) -> ModelFolder:
+def _read_folder(
+    folder: Path, *, source: Path, name: str, need_weights: bool, need_tokenizer: bool
+) -> ModelFolder:
     config = complete_config(_read_json(folder / "config.json"), source=str(source))
     tokenizer_file = folder / "tokenizer.json"
-    if not tokenizer_file.is_file():
+    if need_tokenizer and not tokenizer_file.is_file():
         raise model_path_error(f"{source} has no tokenizer.json", reason="TOKENIZER_MISSING")
     weights = _read_weights(folder, config) if need_weights else None
     return ModelFolder(
@@ -150,7 +166,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return document
 
 
-def _read_weights(folder: Path, config: Mapping[str, Any]) -> WeightIndex:
+def _read_weights(folder: Path, config: dict[str, Any]) -> WeightIndex:
+    """The index, checked against the configuration, which learns which matrices are stored quantised."""
     described = folder / WEIGHTS_FILE
     weights = (
         index_from_json(_read_json(described)) if described.is_file() else read_safetensors_index(folder)
@@ -161,7 +178,12 @@ def _read_weights(folder: Path, config: Mapping[str, Any]) -> WeightIndex:
             reason="WEIGHTS_MISSING",
         )
     weights.check_files()
-    weights.check_tensors(tensor_shapes(config))
+    shapes = tensor_shapes(config)
+    if quantization := read_quantization(config):
+        config[MATRICES_FIELD] = find_matrices(quantization, weights.tensors, shapes)
+    stored = stored_shapes(config, shapes)
+    weights.check_tensors(stored)
+    weights.check_kinds(stored, integers=integer_tensors(config, shapes))
     return weights
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,14 +23,20 @@ BLOCK_LAYOUTS: dict[str, tuple[int, int]] = {
 }
 """Encoding -> (values in a block, bytes of a block). Blocks never cross a row."""
 
+INTEGER_BYTES: dict[str, int] = {"I8": 1, "U8": 1, "I32": 4, "I64": 8}
+"""Encodings that are no weights by themselves -> bytes of a value: codes of quantised matrices and what goes
+with them.
+"""
+
 
 @dataclass(frozen=True)
 class TensorEntry:
     """One stored tensor.
 
     offset, nbytes: its bytes within `file`. shape: row-major, as Hugging Face writes it.
-    encoding: a key of BLOCK_LAYOUTS. rope_permuted_heads: None where rows lie in Hugging Face's rotary order;
-    else the number of heads whose rows were interleaved when the GGUF was made, to be undone on reading.
+    encoding: a key of BLOCK_LAYOUTS or INTEGER_BYTES. rope_permuted_heads: None where rows lie in Hugging
+    Face's rotary order; else the number of heads whose rows were interleaved when the GGUF was made, to be
+    undone on reading.
     """
 
     file: Path
@@ -98,11 +104,27 @@ class WeightIndex:
                     reason="TENSOR_SHAPE",
                 )
 
+    def check_kinds(self, names: Iterable[str], *, integers: Collection[str]) -> None:
+        """Raise InvalidArgument (model_path) where one of `names` holds integers and is not of `integers`, or
+        the other way round.
+        """
+        for name in names:
+            entry = self.tensors[name]
+            if (entry.encoding in INTEGER_BYTES) != (name in integers):
+                kind = "integers" if name in integers else "weights"
+                raise model_path_error(
+                    f"tensor {name} in {entry.file} is stored as {entry.encoding}, where config.json (by its "
+                    f"quantization_config or the lack of one) makes it hold {kind}",
+                    reason="ENCODING_UNSUPPORTED",
+                )
+
 
 def stored_bytes(name: str, shape: tuple[int, ...], encoding: str, *, file: Path) -> int:
     """How many bytes a tensor takes; InvalidArgument (model_path) for encodings we do not read and for split
     blocks.
     """
+    if encoding in INTEGER_BYTES:
+        return prod(shape) * INTEGER_BYTES[encoding]
     layout = BLOCK_LAYOUTS.get(encoding)
     if layout is None:
         raise model_path_error(

@@ -53,6 +53,23 @@ def wrap_handler(handler: Handler, around: Around) -> Handler:
     return make(wrapped, request_deserializer=read, response_serializer=handler.response_serializer)
 
 
+class WrappedHandlers:
+    """The wrapped handlers of one interceptor, each made at its method's first call and kept: as many as the
+    server has methods, since one that it does not have has no handler.
+    """
+
+    def __init__(self, around_of: Callable[[str], Around]) -> None:
+        self._around_of = around_of
+        self._made: dict[str, tuple[Handler, Handler]] = {}
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """`handler` of `method`, run by `around_of(method)`."""
+        made = self._made.get(method)
+        if made is None or made[0] is not handler:
+            made = self._made[method] = handler, wrap_handler(handler, self._around_of(method))
+        return made[1]
+
+
 @dataclass(frozen=True)
 class _Malformed:
     """In place of a request that does not parse."""

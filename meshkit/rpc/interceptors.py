@@ -16,7 +16,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from meshkit.errors import Cancelled, Internal, InvalidArgument, MeshError, to_status
-from meshkit.rpc.handlers import Context, Handler, Proceed, wrap_handler
+from meshkit.rpc.handlers import Around, Context, Handler, Proceed, WrappedHandlers
 from meshkit.telemetry.logging import get_logger
 from meshkit.telemetry.tracing import is_traced_method, tracer
 
@@ -35,34 +35,37 @@ class ErrorMappingInterceptor(grpc.aio.ServerInterceptor):
     traceback go to the log only.
     """
 
+    def __init__(self) -> None:
+        self._handlers = WrappedHandlers(_map_errors)
+
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
+        return None if handler is None else self._handlers.wrap(handler, handler_call_details.method)
 
-        async def around(context: Context, proceed: Proceed) -> object:
-            try:
-                return await proceed()
-            except grpc.aio.AbortError:
-                raise
-            except asyncio.CancelledError:
-                await _answer_cancelled(context)
-                raise
-            except MeshError as error:
-                await _abort(context, error)
-            except grpc.aio.InternalError as error:
-                raise _client_gone() from error
-            except DecodeError:
-                await _abort(context, _malformed(method))
-            except Exception:
-                error_id = secrets.token_hex(4)
-                log.exception("handler failed", method=method, error_id=error_id)
-                await _abort(context, Internal(f"internal error (id {error_id})", error_id=error_id))
 
-        return wrap_handler(handler, around)
+def _map_errors(method: str) -> Around:
+    async def around(context: Context, proceed: Proceed) -> object:
+        try:
+            return await proceed()
+        except grpc.aio.AbortError:
+            raise
+        except asyncio.CancelledError:
+            await _answer_cancelled(context)
+            raise
+        except MeshError as error:
+            await _abort(context, error)
+        except grpc.aio.InternalError as error:
+            raise _client_gone() from error
+        except DecodeError:
+            await _abort(context, _malformed(method))
+        except Exception:
+            error_id = secrets.token_hex(4)
+            log.exception("handler failed", method=method, error_id=error_id)
+            await _abort(context, Internal(f"internal error (id {error_id})", error_id=error_id))
+
+    return around
 
 
 async def _abort(context: Context, error: MeshError) -> NoReturn:
@@ -101,6 +104,7 @@ class ServerTracingInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, *, excluded: Collection[str] = ()) -> None:
         self._excluded = frozenset(excluded)
+        self._handlers = WrappedHandlers(_trace)
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -109,33 +113,36 @@ class ServerTracingInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method in self._excluded or not is_traced_method(method):
             return handler
+        return self._handlers.wrap(handler, method)
 
-        async def around(context: Context, proceed: Proceed) -> object:
-            parent = propagate.extract(_text_metadata(context))
-            span = tracer().start_span(method.lstrip("/"), context=parent, kind=SpanKind.SERVER)
-            token = otel_context.attach(trace.set_span_in_context(span, parent))
-            try:
-                result = await proceed()
-                set_span_status(span, _status_of(context))
-                return result
-            except asyncio.CancelledError:
-                set_span_status(span, _why_cancelled(context))
-                raise
-            except MeshError as error:
-                set_span_status(span, error.code)
-                raise
-            except grpc.aio.AbortError:
-                set_span_status(span, _status_of(context))
-                raise
-            except BaseException as error:
-                span.record_exception(error)
-                set_span_status(span, grpc.StatusCode.UNKNOWN)
-                raise
-            finally:
-                otel_context.detach(token)
-                span.end()
 
-        return wrap_handler(handler, around)
+def _trace(method: str) -> Around:
+    async def around(context: Context, proceed: Proceed) -> object:
+        parent = propagate.extract(_text_metadata(context))
+        span = tracer().start_span(method.lstrip("/"), context=parent, kind=SpanKind.SERVER)
+        token = otel_context.attach(trace.set_span_in_context(span, parent))
+        try:
+            result = await proceed()
+            set_span_status(span, _status_of(context))
+            return result
+        except asyncio.CancelledError:
+            set_span_status(span, _why_cancelled(context))
+            raise
+        except MeshError as error:
+            set_span_status(span, error.code)
+            raise
+        except grpc.aio.AbortError:
+            set_span_status(span, _status_of(context))
+            raise
+        except BaseException as error:
+            span.record_exception(error)
+            set_span_status(span, grpc.StatusCode.UNKNOWN)
+            raise
+        finally:
+            otel_context.detach(token)
+            span.end()
+
+    return around
 
 
 def set_span_status(span: Span, code: grpc.StatusCode) -> None:

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from meshkit.errors import PermissionDenied
-from meshkit.rpc.handlers import Context, Handler, Proceed, wrap_handler
+from meshkit.rpc.handlers import Around, Context, Handler, Proceed, WrappedHandlers, wrap_handler
 from meshkit.rpc.policy import CERTIFIED, LOCAL, Access, Peer, Role
 from meshkit.telemetry.logging import get_logger
 
@@ -74,6 +74,7 @@ class PolicyInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, access: Access, *, by_certificate: bool) -> None:
         self._access = access
         self._by_certificate = by_certificate
+        self._handlers = WrappedHandlers(self._check)
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -84,26 +85,28 @@ class PolicyInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         access = self._access
         if self._by_certificate and access.everyone is None:
-
-            async def around(context: Context, proceed: Proceed) -> object:
-                try:
-                    peer = _peer_of(context)
-                    access.check(peer, method)
-                except PermissionDenied as error:
-                    log.warning("call refused", method=method, peer=context.peer(), error=error.message)
-                    raise
-                token = _CURRENT.set(peer)
-                try:
-                    return await proceed()
-                finally:
-                    _CURRENT.reset(token)
-
-            return wrap_handler(handler, around)
+            return self._handlers.wrap(handler, method)
         try:
             access.check(LOCAL if access.everyone is None else Peer(access.everyone), method)
         except PermissionDenied as error:
             return _refuse(handler, error)
         return handler
+
+    def _check(self, method: str) -> Around:
+        async def around(context: Context, proceed: Proceed) -> object:
+            try:
+                peer = _peer_of(context)
+                self._access.check(peer, method)
+            except PermissionDenied as error:
+                log.warning("call refused", method=method, peer=context.peer(), error=error.message)
+                raise
+            token = _CURRENT.set(peer)
+            try:
+                return await proceed()
+            finally:
+                _CURRENT.reset(token)
+
+        return around
 
 
 def _refuse(handler: Handler, error: PermissionDenied) -> Handler:

@@ -70,6 +70,8 @@ POLICY: Mapping[str, frozenset[Role]] = MappingProxyType({
     ),
     **_methods(f"{_DEVICE}.ExecutionService", "Attach ExecuteSteps", frozenset({Role.SCHEDULER})),
     **_methods(f"{_DEVICE}.ExecutionService", "LoadModel AllocateKvCache UnloadModel", _WORKER),
+    # Ranks of a set are executors of one worker, so they bear one name.
+    **_methods(f"{_DEVICE}.ExecutionService", "Follow", _WORKER),
     # Asked by an operator of the scheduler, which can reach every executor.
     **_methods(f"{_DEVICE}.ExecutionService", "Profile", _WORKER | frozenset({Role.SCHEDULER})),
     **_methods(

@@ -18,6 +18,8 @@ from plugins.sdk.op_spec import OpSpec, ShapeClass
 
 _EPS = 1e-5
 _ROTARY_BASE = 10000.0
+_NARROW = 60000.0
+"""Cells that hold no more are of 8 bits."""
 _GARBAGE = 1000.0
 """In cells that no token was written to: who reads them is found out."""
 
@@ -118,9 +120,11 @@ def _write_kv(make: Maker) -> Parts:
     cells[0] = last
     if len(cells) > 1:
         cells[1] = 0
+    # Up to what cells of 8 bits hold, and beyond it.
+    wide = 40.0 if make.largest_cell < _NARROW else 1.0
     inputs = {
-        "key": make.normal("key"),
-        "value": make.normal("value"),
+        "key": make.normal("key", scale=wide, edges=wide > 1),
+        "value": make.normal("value", scale=wide, edges=wide > 1, large=2 * _NARROW),
         "kv_cache": make.normal("kv_cache"),
         "cells": cells,
     }
@@ -187,7 +191,10 @@ def _cache(make: Maker, sequences: list[tuple[Tensor, int]]) -> Tensor:
     for page_ids, length in sequences:
         cells = (page_ids.unsqueeze(1) * page + torch.arange(page)).flatten()[:length]
         written[cells] = True
-    cache.flatten(1, 2)[:, ~written] = _GARBAGE
+    # By index: a mask cannot be filled in every dtype of a cache.
+    cells = torch.nonzero(~written).flatten()
+    garbage = torch.full((2, len(cells), *cache.shape[3:]), min(_GARBAGE, make.largest_cell))
+    cache.flatten(1, 2)[:, cells] = garbage.to(cache.dtype)
     return cache
 
 

@@ -38,9 +38,17 @@ class Maker:
         return self.rounded(values, spec)
 
     def rounded(self, values: Tensor, spec: TensorSpec) -> Tensor:
-        """In the dtype of the signature."""
+        """In the dtype of the signature. Cells of integers: 16 of them to 1, for they hold no fractions."""
         dtype: torch.dtype = getattr(torch, self._dtypes.get(spec.dtype, spec.dtype))
+        if dtype == torch.int8 and spec.dtype == KV:
+            values = (values * 16).round().clamp(-127, 127)
         return values.to(dtype)
+
+    @property
+    def largest_cell(self) -> float:
+        """The largest number that a cell of the cache holds."""
+        dtype: torch.dtype = getattr(torch, self._dtypes[KV])
+        return torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
 
     def takes(self, name: str) -> bool:
         """Whether the operator has an input of that name."""

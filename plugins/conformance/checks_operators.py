@@ -12,7 +12,7 @@ from torch import Tensor
 from plugins.conformance.cases import Case, make_case
 from plugins.conformance.checks_capabilities import has_operator
 from plugins.conformance.comparison import check_tokens, compare_outputs
-from plugins.conformance.definitions import define
+from plugins.conformance.definitions import define, nearest_cell
 from plugins.conformance.host_values import from_host_tensor, raw_bytes, to_host_tensor
 from plugins.conformance.recorder import CheckFailed, Recorder, require
 from plugins.conformance.report import Fault, Result, Status
@@ -22,6 +22,7 @@ from plugins.sdk.catalogue import CATALOGUE, KV, UNIT_ROUNDOFF, OpSpec, ShapeCla
 from plugins.sdk.declined import was_declined_at_start
 from plugins.sdk.kv_layout import DIMENSIONS, KvLayout
 from plugins.sdk.operators import OperatorSet
+from plugins.sdk.tensors import carrier_of
 
 _REPEATS = 3
 _GUARD_ELEMENTS = 4096
@@ -34,7 +35,7 @@ def check_operators(backend: Backend, recorder: Recorder, *, quick: bool) -> Non
     """Run all declared combinations; with `quick` without the heavy shape classes."""
     report = backend.capabilities()
     entries = {entry.name: entry for entry in report.operators}
-    steps: dict[str, Callable[[], None]] = {}
+    steps: dict[str, Callable[[], object]] = {}
     for name, spec in CATALOGUE.items():
         entry = entries.get(name)
         if entry is None or entry.coverage is Coverage.REFERENCE:
@@ -48,8 +49,13 @@ def check_operators(backend: Backend, recorder: Recorder, *, quick: bool) -> Non
             combination = (name, dtype, shape_class.name)
             recorder.declare(combination)
             if not (quick and shape_class.heavy):
-                check = partial(_check, backend, report, spec, dtype, shape_class)
+                kv_dtype = dtype if dtype in report.kv_cache_dtypes else report.kv_cache_dtypes[0]
+                check = partial(_check, backend, report, spec, dtype, kv_dtype, shape_class)
                 steps[label] = partial(recorder.run_combination, label, combination, check)
+        for dtype, kv_dtype, shape_class in _converting(spec, entry, report):
+            label = f"operators/{name}/{dtype}/{shape_class.name}/{kv_dtype}"
+            check = partial(_check, backend, report, spec, dtype, kv_dtype, shape_class)
+            steps[label] = partial(recorder.run, label, check)
     recorder.expect(steps)
     for step in steps.values():
         step()
@@ -78,6 +84,23 @@ def _combinations(
             yield dtype, shape_class
 
 
+def _converting(
+    spec: OpSpec, entry: OperatorCapability, report: CapabilityReport
+) -> Iterator[tuple[str, str, ShapeClass]]:
+    """(dtype, cache's dtype, shape class) for caches in what the chip does not compute in: one dtype, no
+    heavy class.
+    """
+    if not any(tensor.dtype == KV for tensor in spec.inputs):
+        return
+    for dtype, shape_class in _combinations(spec, entry, report):
+        if dtype != report.compute_dtypes[0] or shape_class.heavy:
+            continue
+        if not _why_excluded(spec, entry, report, shape_class):
+            for kv_dtype in report.kv_cache_dtypes:
+                if kv_dtype not in report.compute_dtypes:
+                    yield dtype, kv_dtype, shape_class
+
+
 def _why_excluded(
     spec: OpSpec, entry: OperatorCapability, report: CapabilityReport, shape_class: ShapeClass
 ) -> str:
@@ -97,7 +120,12 @@ def _why_excluded(
 
 
 def _check(
-    backend: Backend, report: CapabilityReport, spec: OpSpec, dtype: str, shape_class: ShapeClass
+    backend: Backend,
+    report: CapabilityReport,
+    spec: OpSpec,
+    dtype: str,
+    kv_dtype: str,
+    shape_class: ShapeClass,
 ) -> str:
     operators = backend.operators
     if operators is None or not has_operator(backend, spec.name):
@@ -112,7 +140,6 @@ def _check(
         Fault.CONTRADICTION,
         f"accumulation_dtype is {accumulation!r}; a tolerance needs one of {', '.join(UNIT_ROUNDOFF)}",
     )
-    kv_dtype = dtype if dtype in report.kv_cache_dtypes else report.kv_cache_dtypes[0]
     case = make_case(spec, shape_class, dtype=dtype, kv_dtype=kv_dtype)
     work = partial(_run_case, backend, operators, case, accumulation)
     return backend.execute_runnable(work)
@@ -179,23 +206,32 @@ def _place(backend: Backend, case: Case, layout: KvLayout) -> _Placed:
 
 
 def _upload(backend: Backend, value: Tensor) -> Tensor:
-    tensor: Tensor = backend.memory.upload(to_host_tensor(value), _DEVICE)
-    return tensor
+    """A tensor on the device; of a dtype that caches alone have as its bytes, looked at as that dtype."""
+    tensor: Tensor = backend.memory.upload(to_host_tensor(_carried(value)), _DEVICE)
+    return tensor.view(value.dtype)
+
+
+def _download(backend: Backend, tensor: Tensor) -> Tensor:
+    held = from_host_tensor(backend.memory.download(_carried(tensor)))
+    return held.view(tensor.dtype)
+
+
+def _carried(value: Tensor) -> Tensor:
+    return value.view(getattr(torch, carrier_of(str(value.dtype).removeprefix("torch."))))
 
 
 def _call(backend: Backend, operators: OperatorSet, case: Case, placed: _Placed) -> tuple[Tensor, ...]:
     """Outputs on the host."""
     outputs = operators.run(case.spec.name, placed.inputs, case.attributes)
     backend.synchronize()
-    return tuple(from_host_tensor(backend.memory.download(output)) for output in outputs)
+    return tuple(_download(backend, output) for output in outputs)
 
 
 def _check_inputs_kept(backend: Backend, case: Case, placed: _Placed) -> None:
     changed = [
         name
         for name, value in case.inputs.items()
-        if name not in case.spec.writes
-        and not _same_bits(from_host_tensor(backend.memory.download(placed.inputs[name])), value)
+        if name not in case.spec.writes and not _same_bits(_download(backend, placed.inputs[name]), value)
     ]
     require(
         not changed,
@@ -207,7 +243,7 @@ def _check_inputs_kept(backend: Backend, case: Case, placed: _Placed) -> None:
 
 def _check_guards(backend: Backend, placed: _Placed) -> None:
     for name, whole in placed.guarded.items():
-        held = from_host_tensor(backend.memory.download(whole)).double()
+        held = _download(backend, whole).double()
         for side, guard in (("before", held[:_GUARD_ELEMENTS]), ("behind", held[-_GUARD_ELEMENTS:])):
             touched = torch.nonzero(guard != _GUARD_VALUE)
             require(
@@ -219,7 +255,7 @@ def _check_guards(backend: Backend, placed: _Placed) -> None:
 
 def _check_written(cache: Tensor, wanted: Tensor, case: Case) -> None:
     """The cells named hold the tokens, and every other cell of the cache is as it was."""
-    wanted = wanted.to(cache.dtype).double()  # a cache may have a shorter dtype than the keys
+    wanted = nearest_cell(wanted, cache.dtype).double()  # a cache may have a shorter dtype than the keys
     cells = case.inputs["cells"]
     named = torch.zeros(wanted.shape[1] * wanted.shape[2], dtype=torch.bool)
     named[cells] = True

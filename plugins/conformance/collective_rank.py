@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.conformance.collective_sums import Sums
 from plugins.sdk.backend import Backend, RunnerContext
-from plugins.sdk.collectives import Collectives
+from plugins.sdk.collectives import ASYNC_ALL_REDUCE, Collectives
 from plugins.sdk.registry import load_backend
 from plugins.sdk.tensors import HostTensor
 
@@ -54,7 +55,7 @@ def check_rank(
         GROUP, rank=rank, world_size=world_size, rendezvous=rendezvous, timeout_s=_TIMEOUT_S
     )
     try:
-        rank_of = _Rank(backend, collectives, rank, world_size, device=device)
+        rank_of = _Rank(backend, collectives, rank, world_size, device=device, rendezvous=rendezvous)
         outcome: dict[str, str] = {}
         for primitive in primitives:
             outcome[primitive] = rank_of.problem(primitive)
@@ -69,13 +70,29 @@ class _Rank:
     """Runs primitives with inputs that every rank can work out for all ranks."""
 
     def __init__(
-        self, backend: Backend, collectives: Collectives, rank: int, world_size: int, *, device: int
+        self,
+        backend: Backend,
+        collectives: Collectives,
+        rank: int,
+        world_size: int,
+        *,
+        device: int,
+        rendezvous: str,
     ) -> None:
         self._backend = backend
         self._collectives = collectives
         self._rank = rank
         self._device = device
         self._world = range(world_size)
+        self._sums = Sums(
+            collectives,
+            GROUP,
+            rank=rank,
+            world_size=world_size,
+            rendezvous=rendezvous,
+            send=self._upload,
+            receive=self._download,
+        )
 
     def problem(self, primitive: str) -> str:
         """ "" where it does what its definition says."""
@@ -83,12 +100,22 @@ class _Rank:
             for _ in range(3):
                 self._collectives.barrier(GROUP)
             return ""
-        dtypes = [name for name in self._backend.capabilities().compute_dtypes if name in _CONTRACT_FLOATS]
-        for dtype in dtypes or ["float32"]:
+        report = self._backend.capabilities()
+        dtypes = [name for name in report.compute_dtypes if name in _CONTRACT_FLOATS] or ["float32"]
+        if primitive == ASYNC_ALL_REDUCE:
+            found = (self._sums.begun_sums(dtype) for dtype in dtypes)
+            return next(filter(None, found), "") or self._sums.begins_alone()
+        for dtype in dtypes:
             for shape in _SHAPES:
                 if problem := self._problem_of(primitive, dtype, shape):
                     return problem
-        return ""
+        return self._problem_of_sums(dtypes) if primitive == "all_reduce" else ""
+
+    def _problem_of_sums(self, dtypes: Sequence[str]) -> str:
+        problem = ""
+        if "all_gather" in self._backend.capabilities().collectives:
+            problem = next(filter(None, map(self._sums.unequal_bits, dtypes)), "")
+        return problem or self._sums.absent_rank()
 
     def _problem_of(self, primitive: str, dtype: str, shape: tuple[int, ...]) -> str:
         for expected, call in self._calls(primitive, shape):
@@ -110,7 +137,10 @@ class _Rank:
         inputs = torch.stack([_input(rank, shape, "float64") for rank in self._world])
         collectives = self._collectives
         if primitive == "all_reduce":
-            return [(inputs.sum(dim=0), lambda mine: collectives.all_reduce(GROUP, mine))]
+            return [
+                (inputs.sum(dim=0), lambda mine: collectives.all_reduce(GROUP, mine)),
+                (inputs.sum(dim=0), lambda mine: collectives.begin_all_reduce(GROUP, mine).wait()),
+            ]
         if primitive == "all_gather":
             return [(inputs, lambda mine: collectives.all_gather(GROUP, mine))]
         if primitive == "reduce_scatter":

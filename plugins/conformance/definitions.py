@@ -17,7 +17,10 @@ from plugins.sdk.op_spec import UNIT_ROUNDOFF
 
 def define(name: str, inputs: Inputs, attributes: Attributes) -> tuple[Expected, ...]:
     """The outputs of an operator; of write_kv the cache; of sample see `acceptable_tokens`."""
-    wide = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    wide = {
+        key: value.double() if value.is_floating_point() or key == "kv_cache" else value
+        for key, value in inputs.items()
+    }
     if "x" in inputs:
         dtype = str(inputs["x"].dtype).removeprefix("torch.")
         attributes = {**attributes, "roundoff": UNIT_ROUNDOFF[dtype]}
@@ -115,6 +118,18 @@ def _write_kv(inputs: Inputs, _: Attributes) -> tuple[Expected, ...]:
         cache[0, cell // page, cell % page] = inputs["key"][token]
         cache[1, cell // page, cell % page] = inputs["value"][token]
     return (Expected(cache),)
+
+
+def nearest_cell(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """values as a cache of `dtype` holds them: the nearest, ties to even; of 8 bits within their range, of
+    int8 without -128.
+    """
+    if dtype.itemsize > 1:
+        return values.to(dtype)
+    if dtype == torch.int8:
+        return values.round().clamp(-127, 127).to(dtype)
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
 
 
 def _attention_prefill(inputs: Inputs, attributes: Attributes) -> tuple[Expected, ...]:

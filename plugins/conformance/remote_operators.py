@@ -17,6 +17,7 @@ from plugins.conformance.report import Fault
 from plugins.sdk.capabilities import CapabilityReport, Coverage, OperatorCapability
 from plugins.sdk.memory import MemoryManager
 from plugins.sdk.operators import OperatorSet
+from plugins.sdk.torch_memory import TORCH_DTYPES
 
 Implementation = operator_pb2.RunOperatorRequest.Implementation
 _TOO_LARGE = "VALUE_TOO_LARGE"
@@ -56,6 +57,8 @@ class RemoteOperators(OperatorSet):
             CheckFailed: the plugin declares the operator, and the reference ran.
             OutOfReach: inputs or results are larger than what travels.
         """
+        if untold := [each for each in inputs.values() if each.dtype not in TORCH_DTYPES.values()]:
+            raise OutOfReach(f"{untold[0].dtype} is a KV cache's only, and does not travel")
         request = operator_pb2.RunOperatorRequest(
             name=name,
             device=_DEVICE,

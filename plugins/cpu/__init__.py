@@ -20,8 +20,9 @@ def backend(options: Mapping[str, str]) -> Backend:
     """Start the plugin.
 
     options: `threads`, compute threads, at least 1; by default torch's choice, which follows OMP_NUM_THREADS.
+    `devices`: places for executors, which share the processors; by default one for each processor.
     `kernel`: auto (default), off, or an instruction set (avx512_vnni, avx512, avx2, baseline) for the native
-    step kernel.
+    step kernel. `all_reduce_border`, `overlap_rows`: as plugins.sdk.communication has them.
 
     Raises:
         InvalidArgument: an unknown option, or a value out of range.

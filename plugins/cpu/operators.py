@@ -14,6 +14,7 @@ from plugins.cpu.memory import PackedWeight
 from plugins.sdk import torch_attention
 from plugins.sdk.operators import OperatorSet
 from plugins.sdk.reference import quantized, routing, sampling
+from plugins.sdk.reference.operators import to_cell
 
 _LEAST_ROWS = 4
 """A single row runs faster as one of four: oneDNN's kernel for one row reads the weights more slowly."""
@@ -69,10 +70,12 @@ class CpuOperators(OperatorSet):
         return functional.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, cells: Tensor) -> None:
-        """Rows copied by index."""
-        flat = kv_cache.view(2, -1, *kv_cache.shape[3:])
-        flat[0].index_copy_(0, cells, key.to(kv_cache.dtype))
-        flat[1].index_copy_(0, cells, value.to(kv_cache.dtype))
+        """Rows copied by index; float8 as its bits, for which torch has a copy."""
+        dtype = kv_cache.dtype
+        carrier = torch.uint8 if dtype.itemsize == 1 else dtype
+        flat = kv_cache.view(carrier).view(2, -1, *kv_cache.shape[3:])
+        flat[0].index_copy_(0, cells, to_cell(key, dtype).view(carrier))
+        flat[1].index_copy_(0, cells, to_cell(value, dtype).view(carrier))
 
     def attention_prefill(
         self, query: Tensor, kv_cache: Tensor, page_ids: Tensor, start: int, scale: float

@@ -20,6 +20,7 @@ from plugins.sdk.step_program import DecoderShape, DecoderWeights, StepProgram
 from plugins.sdk.versions import installed_version
 
 DTYPES = ("float32", "bfloat16")
+KV_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 STEP_WINDOW_MS = 30
 """A message over all hops takes about 1.2 ms of the processors that the steps are computed on."""
 
@@ -31,6 +32,7 @@ class CpuBackend(OperatorBackend):
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         devices = HostDevices(
+            count=options.devices,
             threads=torch.get_num_threads(),
             attributes={
                 "instruction_set": torch.backends.cpu.get_cpu_capability(),
@@ -39,12 +41,13 @@ class CpuBackend(OperatorBackend):
         )
         self._kernel = _find_kernel(options.kernel)
         self._instruction_set = "" if options.kernel == "auto" else options.kernel
-        memory = CpuMemory()
+        self._overlap_rows = options.communication.overlap_rows or 0
+        memory = CpuMemory(count=options.devices)
         super().__init__(
             devices=devices,
             memory=memory,
             operators=CpuOperators(memory),
-            collectives=GlooCollectives() if gloo_is_available() else None,
+            collectives=GlooCollectives(border=options.communication.border) if gloo_is_available() else None,
         )
 
     def info(self) -> PluginInfo:
@@ -77,13 +80,14 @@ class CpuBackend(OperatorBackend):
             operators=self._operators.capabilities(),
             compute_dtypes=DTYPES,
             accumulation_dtype="float32",
-            kv_cache_dtypes=DTYPES,
+            kv_cache_dtypes=KV_DTYPES,
             kv_layout=self._operators.kv_layout.name,
             preferred_chunk_tokens=128,
             preferred_batch_size=64,
             preferred_step_window_ms=STEP_WINDOW_MS,
             numeric_classes=DTYPES,
             collectives=PRIMITIVES if self._collectives else (),
+            overlap_rows=self._overlap_rows,
             step_programs=(
                 describe_program(
                     self._kernel.library,

@@ -21,7 +21,8 @@ def backend(options: Mapping[str, str]) -> Backend:
     from plugins.cuda.options import read_options  # noqa: PLC0415
     from plugins.cuda.runtime import open_runtime  # noqa: PLC0415
 
-    runtime = open_runtime(read_options(options))
+    read = read_options(options)
+    runtime = open_runtime(read)
     from plugins.cuda.plugin import CudaBackend  # noqa: PLC0415
 
-    return CudaBackend(runtime)
+    return CudaBackend(runtime, read.communication)

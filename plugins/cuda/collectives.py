@@ -13,6 +13,7 @@ from plugins.cuda.links import find_links
 from plugins.cuda.nvml import Nvml
 from plugins.cuda.runtime import Runtime
 from plugins.sdk.capabilities import LinkCapability
+from plugins.sdk.communication import Border
 from plugins.sdk.process_group import ProcessGroupCollectives, check_parts
 from plugins.sdk.torch_devices import ask_device
 
@@ -24,8 +25,8 @@ class NcclCollectives(ProcessGroupCollectives):
 
     _wait_blocks: ClassVar[bool] = False
 
-    def __init__(self, runtime: Runtime) -> None:
-        super().__init__()
+    def __init__(self, runtime: Runtime, *, border: Border | None = None) -> None:
+        super().__init__(border=border)
         self._runtime = runtime
 
     @property

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshkit.errors import InvalidArgument
+from plugins.sdk.communication import OPTIONS, PLUGINS_CHOICE, CommunicationOptions, read_communication
 
 KERNEL_LIBRARIES = ("flashinfer", "triton")
 """Libraries of kernels beside torch's own, the preferred one first."""
-_KNOWN = ("kernel_libraries", "visible_devices")
+_KNOWN = ("kernel_libraries", "visible_devices", *OPTIONS)
 _NONE = "none"
 # What CUDA_VISIBLE_DEVICES takes: an index, or the UUID of a GPU or of a part of one (MIG), which may be cut
 # short.
@@ -22,11 +23,12 @@ class CudaOptions:
     """visible_devices: ids or UUIDs such as "2,3", numbered from 0 by us; None: as the environment has it.
 
     kernel_libraries: those to use beside torch, which then have to be there; empty: torch alone; None: those
-    that are there.
+    that are there. communication: of the ranks of a set.
     """
 
     visible_devices: str | None = None
     kernel_libraries: tuple[str, ...] | None = None
+    communication: CommunicationOptions = PLUGINS_CHOICE
 
 
 def read_options(options: Mapping[str, str]) -> CudaOptions:
@@ -40,6 +42,7 @@ def read_options(options: Mapping[str, str]) -> CudaOptions:
     return CudaOptions(
         visible_devices=_read_devices(options.get("visible_devices")),
         kernel_libraries=_read_libraries(options.get("kernel_libraries")),
+        communication=read_communication(options),
     )
 
 

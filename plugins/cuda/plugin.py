@@ -13,6 +13,7 @@ from plugins.cuda.probes import start_operators
 from plugins.cuda.runtime import Runtime
 from plugins.sdk.backend import PluginInfo, RunnerContext
 from plugins.sdk.capabilities import CapabilityReport
+from plugins.sdk.communication import PLUGINS_CHOICE, CommunicationOptions
 from plugins.sdk.operator_backend import OperatorBackend
 from plugins.sdk.process_group import PRIMITIVES
 from plugins.sdk.runner import ModelRunner
@@ -31,15 +32,18 @@ _FRAMEWORK_RANGE = ">=2.5,<3"
 class CudaBackend(OperatorBackend):
     """A runtime that has been opened, its kernels chosen and compared with the reference."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, communication: CommunicationOptions = PLUGINS_CHOICE) -> None:
         self._runtime = runtime
+        self._overlap_rows = communication.overlap_rows or 0
         self._dtypes = compute_dtypes(runtime)
         memory = CudaMemory(runtime)
         super().__init__(
             devices=CudaDevices(runtime),
             memory=memory,
             operators=start_operators(memory, runtime, self._dtypes),
-            collectives=NcclCollectives(runtime) if runtime.nccl_version else None,
+            collectives=NcclCollectives(runtime, border=communication.border)
+            if runtime.nccl_version
+            else None,
         )
 
     def info(self) -> PluginInfo:
@@ -81,6 +85,7 @@ class CudaBackend(OperatorBackend):
             preferred_chunk_tokens=self._preferred_chunk(),
             numeric_classes=self._dtypes,
             collectives=PRIMITIVES if self._collectives else (),
+            overlap_rows=self._overlap_rows,
         )
 
     def _quantization_formats(self) -> tuple[str, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from plugins.hash.cells import CELL_BYTES, TOKEN_BYTES, CellPages
 from plugins.hash.digest import SEED, extend, token_of
 from plugins.hash.faults import ChipFaults
 from plugins.hash.options import HashOptions
+from plugins.hash.ranks import HashRanks
 from plugins.sdk.runner import (
     DecodeRows,
     FloatArray,
@@ -64,7 +67,13 @@ class _SlotState:
 
 
 class HashRunner(ModelRunner):
-    """The hash model. Sampling parameters have no effect: there is one token that can follow."""
+    """The hash model. Sampling parameters have no effect: there is one token that can follow.
+
+    Ranks of a set have the whole model each, and after every step all must have made the same tokens: that
+    they got the same plans in the same order is what a set of them proves.
+    """
+
+    takes_ranks: ClassVar[bool] = True
 
     def __init__(self, options: HashOptions) -> None:
         self._options = options
@@ -74,6 +83,7 @@ class HashRunner(ModelRunner):
         self._slots: dict[int, _SlotState] = {}
         self._logprob_slots = 0
         self._vocab_size = DEFAULT_VOCAB_SIZE
+        self._ranks: HashRanks | None = None
 
     def load(self, options: LoadOptions, progress: Progress) -> LoadedModel:
         """Read vocab_size and context length from `options.model_path`; "" means 32000 and 131072."""
@@ -105,6 +115,8 @@ class HashRunner(ModelRunner):
             eos_token_ids=self._options.eos,
         )
         progress("model description", 1.0)
+        if options.parallel is not None:
+            self._ranks = HashRanks(options.parallel)
         return self._model
 
     def allocate_kv_cache(self, *, page_count: int, page_size: int, max_slots: int) -> int:
@@ -150,6 +162,7 @@ class HashRunner(ModelRunner):
                 slots.append(row.slot)
                 tokens.append(token)
         self._wait_for_model_time(start, batch)
+        self._agree(slots, tokens)
         return StepOutput(
             slots=np.array(slots, dtype=np.int32),
             token_ids=np.array(tokens, dtype=np.int32),
@@ -166,6 +179,20 @@ class HashRunner(ModelRunner):
         self.reset()
         self._cells = None
         self._model = None
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+
+    def exchange(self, text: str) -> Sequence[str]:
+        """By the set's sockets."""
+        return (text,) if self._ranks is None else self._ranks.exchange(text)
+
+    def _agree(self, slots: list[int], tokens: list[int]) -> None:
+        if self._ranks is None:
+            return
+        said = self._ranks.exchange(json.dumps([slots, tokens]))
+        if len(set(said)) > 1:
+            raise RuntimeError(f"the ranks of a set differ in what a step made: {'; '.join(said)}"[:500])
 
     @property
     def _pages(self) -> CellPages:

@@ -21,7 +21,8 @@ def backend(options: Mapping[str, str]) -> Backend:
     from plugins.kunlun.options import read_options  # noqa: PLC0415
     from plugins.kunlun.runtime import open_runtime  # noqa: PLC0415
 
-    runtime = open_runtime(read_options(options))
+    read = read_options(options)
+    runtime = open_runtime(read)
     from plugins.kunlun.plugin import KunlunBackend  # noqa: PLC0415
 
-    return KunlunBackend(runtime)
+    return KunlunBackend(runtime, read.communication)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plugins.kunlun.runtime import COLLECTIVE_BACKEND, Runtime
+from plugins.sdk.communication import Border
 from plugins.sdk.process_group import ProcessGroupCollectives, close_process_group
 
 
@@ -17,8 +18,8 @@ class XcclCollectives(ProcessGroupCollectives):
 
     _wait_blocks: ClassVar[bool] = False
 
-    def __init__(self, runtime: Runtime) -> None:
-        super().__init__()
+    def __init__(self, runtime: Runtime, *, border: Border | None = None) -> None:
+        super().__init__(border=border)
         self._runtime = runtime
 
     @property

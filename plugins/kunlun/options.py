@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshkit.errors import InvalidArgument
+from plugins.sdk.communication import OPTIONS, PLUGINS_CHOICE, CommunicationOptions, read_communication
 
-_KNOWN = ("check_versions", "emulate", "visible_devices")
+_KNOWN = ("check_versions", "emulate", "visible_devices", *OPTIONS)
 _WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -17,11 +18,13 @@ class KunlunOptions:
 
     visible_devices: physical ids such as "2,3", numbered from 0 by us; None: as the environment has it.
     check_versions: refuse vendor packages of versions that were never released together.
+    communication: of the ranks of a set.
     """
 
     emulate: bool = False
     visible_devices: str | None = None
     check_versions: bool = True
+    communication: CommunicationOptions = PLUGINS_CHOICE
 
 
 def read_options(options: Mapping[str, str]) -> KunlunOptions:
@@ -36,6 +39,7 @@ def read_options(options: Mapping[str, str]) -> KunlunOptions:
         emulate=_read_switch(options, "emulate", default=False),
         visible_devices=_read_devices(options.get("visible_devices")),
         check_versions=_read_switch(options, "check_versions", default=True),
+        communication=read_communication(options),
     )
 
 

@@ -14,6 +14,7 @@ from plugins.kunlun.probes import start_operators
 from plugins.kunlun.runtime import Runtime
 from plugins.sdk.backend import PluginInfo, RunnerContext
 from plugins.sdk.capabilities import CapabilityReport, Coverage
+from plugins.sdk.communication import PLUGINS_CHOICE, CommunicationOptions
 from plugins.sdk.operator_backend import OperatorBackend
 from plugins.sdk.process_group import PRIMITIVES
 from plugins.sdk.runner import ModelRunner
@@ -23,14 +24,15 @@ from plugins.sdk.versions import installed_version
 class KunlunBackend(OperatorBackend):
     """A runtime that has been opened, its operators compared with the reference."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, communication: CommunicationOptions = PLUGINS_CHOICE) -> None:
         self._runtime = runtime
+        self._overlap_rows = communication.overlap_rows or 0
         memory = KunlunMemory(runtime)
         super().__init__(
             devices=KunlunDevices(runtime),
             memory=memory,
             operators=start_operators(memory, runtime),
-            collectives=XcclCollectives(runtime),
+            collectives=XcclCollectives(runtime, border=communication.border),
         )
 
     def info(self) -> PluginInfo:
@@ -70,6 +72,7 @@ class KunlunBackend(OperatorBackend):
             page_sizes_tokens=PAGE_SIZES,
             numeric_classes=DTYPES,
             collectives=PRIMITIVES,
+            overlap_rows=self._overlap_rows,
         )
 
     def _quantization_formats(self) -> tuple[str, ...]:

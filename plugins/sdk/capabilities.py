@@ -93,6 +93,10 @@ class CapabilityReport:
     """
     numeric_classes: Sequence[str] = ()
     collectives: Sequence[str] = ()
+    overlap_rows: int = 0
+    """Rows from which on a piece of a product is summed over ranks while the next is computed. 0: never.
+    Read in the executor's process only, so not on the wire.
+    """
     links: Sequence[LinkCapability] = ()
     step_programs: Sequence[StepProgramCapability] = ()
     """Patterns of models that run as one program; read in the executor's process only, so not on the wire."""

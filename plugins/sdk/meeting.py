@@ -23,6 +23,8 @@ class Meeting:
         self._group = group
         self._rank = rank
         self._world_size = world_size
+        self.is_lost = False
+        """Whether the store was found to be gone: with whoever held it, who may be in another group."""
 
     def join(self, *, timeout_s: float) -> None:
         """Come, and wait until all ranks have.
@@ -39,6 +41,25 @@ class Meeting:
                 raise ranks_missing(self._group, self._world_size, absent) from error
             raise Unavailable(f"the meeting point of group {self._group!r} was lost: {error}") from error
 
+    def hear_first(self, topic: str, text: str, *, timeout_s: float) -> str:
+        """What rank 0 says of a topic; `text` is what this rank would say. Once a topic.
+
+        Raises:
+            DeadlineExceeded: rank 0 did not come. Unavailable: the store was lost.
+        """
+        try:
+            if self._rank == 0:
+                self._marks.set(topic, text)
+                return text
+            self._marks.wait([topic], timedelta(seconds=timeout_s))
+            return str(self._marks.get(topic).decode())
+        except RuntimeError as error:
+            if self.absent(0):
+                raise ranks_missing(self._group, self._world_size, [0]) from error
+            raise Unavailable(
+                f"rank 0 of group {self._group!r} did not say its {topic}: {error}", reason="RANK_LOST"
+            ) from error
+
     def arrive(self, call: int) -> None:
         """Tell that this rank has come to its call of that number; numbers grow.
 
@@ -48,8 +69,11 @@ class Meeting:
         try:
             self._marks.set(str(self._rank), str(call))
         except RuntimeError as error:
+            self.is_lost = True
             raise Unavailable(
-                f"the meeting point of group {self._group!r} was lost: {error}", reason="RANK_LOST"
+                f"the meeting point of group {self._group!r} was lost: {error}",
+                reason="RANK_LOST",
+                meeting_point="lost",
             ) from error
 
     def absent(self, call: int) -> list[int]:
@@ -57,6 +81,7 @@ class Meeting:
         try:
             return [rank for rank in range(self._world_size) if not self._has_come(rank, call)]
         except RuntimeError:
+            self.is_lost = True
             return [0]
 
     def _has_come(self, rank: int, call: int) -> bool:

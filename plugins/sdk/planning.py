@@ -58,6 +58,10 @@ class PlanRequest:
     max_running_requests: int | None = None
     quantization: str = ""
     strict: bool = False
+    ranks: int = 1
+    """Over which the model is split: the sites are then those of one."""
+    stored_as: str = ""
+    """The format of a checkpoint that is quantised already; `quantization` is then its kind."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,12 @@ def plan_execution(
     kv_dtype = choose_kv_dtype(request.kv_cache_dtype, dtype.value, report)
     page_size = choose_page_size(request.page_size, report.page_sizes_tokens)
     program = choose_step_program(
-        report, shape, dtype=dtype.value, kv_dtype=kv_dtype.value, quantization=request.quantization
+        report,
+        shape,
+        dtype=dtype.value,
+        kv_dtype=kv_dtype.value,
+        quantization=request.quantization,
+        ranks=request.ranks,
     )
     if request.quantization in PROGRAM_QUANTIZATIONS and program.value is None:
         raise _no_program(request.quantization, program.reason)
@@ -146,7 +155,7 @@ def plan_execution(
         page_size=page_size,
         chunk_tokens=choose_chunk(request.chunk_tokens, report.preferred_chunk_tokens),
         max_running_requests=choose_window(request.max_running_requests, report.preferred_batch_size),
-        quantization=_quantization(request.quantization, report),
+        quantization=_quantization(request, report),
         graph_capture=_graph_capture(report),
         step_program=program,
         operators=plan_operators(
@@ -266,11 +275,23 @@ def choose_window(requested: int | None, preferred: int) -> Choice:
 
 
 def choose_step_program(
-    report: CapabilityReport, shape: DecoderShape | None, *, dtype: str, kv_dtype: str, quantization: str
+    report: CapabilityReport,
+    shape: DecoderShape | None,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    quantization: str,
+    ranks: int = 1,
 ) -> Choice:
-    """The pattern whose program serves the model, else None and what stands in the way."""
+    """The pattern whose program serves the model, else None and what stands in the way. ranks: over which
+    the model is split.
+    """
     if not report.step_programs:
         return Choice(None, f"the chip has no step programs{_BY_OPERATORS}")
+    if ranks > 1:
+        return Choice(
+            None, f"step programs run whole models, and this is one of {ranks} ranks{_BY_OPERATORS}"
+        )
     if shape is None:
         return Choice(None, f"the model is of no pattern that step programs know{_BY_OPERATORS}")
     entry = next((each for each in report.step_programs if each.pattern == shape.pattern), None)
@@ -315,16 +336,18 @@ def _no_program(quantization: str, reason: str) -> FailedPrecondition:
     )
 
 
-def _quantization(asked: str, report: CapabilityReport) -> Choice:
+def _quantization(request: PlanRequest, report: CapabilityReport) -> Choice:
+    asked = request.quantization
+    cause = f"as the checkpoint is stored ({request.stored_as})" if request.stored_as else "as asked"
     if not asked:
         return Choice("", "not asked for")
     if asked in PROGRAM_QUANTIZATIONS:
         return Choice(asked, "as asked; the step program's products take such rows")
     covered = {each.name for each in report.operators if each.coverage is Coverage.NATIVE}
     if f"linear_{asked}" in covered:
-        return Choice(asked, "as asked; the chip has products over such weights")
+        return Choice(asked, f"{cause}; the chip has products over such weights")
     return Choice(
-        asked, "as asked; the chip has no products over such weights: the reference saves memory only"
+        asked, f"{cause}; the chip has no products over such weights: the reference saves memory only"
     )
 
 

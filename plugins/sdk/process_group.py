@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 import importlib
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -14,11 +15,15 @@ import torch
 from torch import Tensor
 
 from meshkit.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, MeshError, NotFound, Unavailable
+from meshkit.telemetry.logging import get_logger
 from plugins.sdk.capabilities import LinkCapability
-from plugins.sdk.collectives import Collectives
+from plugins.sdk.collectives import ASYNC_ALL_REDUCE, Collectives, Pending
+from plugins.sdk.communication import GATHER, MEASURED, TRIED_BYTES, Border, find_border
 from plugins.sdk.meeting import Meeting, open_store, ranks_missing
 
-PRIMITIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
+log = get_logger(__name__)
+
+PRIMITIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", ASYNC_ALL_REDUCE)
 """What the class below covers, as the capability report lists it."""
 _LIBRARY_MARGIN_S = 2.0
 """The library's own timeout is this much longer than ours: the other ranks name who did not come before
@@ -26,15 +31,18 @@ connections break.
 """
 _SPIN_S = 0.0005
 _LONGEST_PAUSE_S = 0.001
+_TRIED_CALLS = 7
+"""Of each algorithm at each size, where the border is measured: the median counts, as the first are slow."""
 _hung: list[Group] = []
 """Groups whose work never ended: to drop one would wait for it with Python's lock held."""
 
 
 @dataclass
 class Group:
-    """One group of this process. `calls`: primitives begun. `limit_s`: the library's own limit for one.
+    """One group of this process. `calls`: primitives begun. `limit_s`: of the one begun last.
 
-    `failure`: why it was given up; "": it works. `unfinished`: the work that it was given up for.
+    `border_bytes`: an all_reduce of fewer gathers. `failure`: why it was given up; "": it works. `under_way`:
+    works that were begun and have not ended as far as we know.
     """
 
     rank: int
@@ -42,10 +50,35 @@ class Group:
     process_group: Any
     meeting: Meeting
     timeout_s: float
+    rendezvous: str
+    border_bytes: int = 0
     calls: int = 0
     limit_s: float = 0.0
     failure: str = ""
-    unfinished: Any = None
+    under_way: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class _Begun(Pending):
+    """A primitive under way. end: returns when it has ended. finish: what makes the result; then `result`."""
+
+    end: Callable[[_Begun], None]
+    finish: Callable[[], Any]
+    group_name: str
+    group: Group
+    call: int
+    limit_s: float
+    begun_s: float
+    work: Any = None
+    has_ended: bool = False
+    result: Any = None
+
+    def wait(self) -> Any:
+        """As the blocking call; the result is made once."""
+        if not self.has_ended:
+            self.end(self)
+            self.result, self.has_ended = self.finish(), True
+        return self.result
 
 
 class ProcessGroupCollectives(Collectives):
@@ -59,6 +92,10 @@ class ProcessGroupCollectives(Collectives):
     `_set_limit(...)`: only for a library that cannot `abort`.
     `_dtypes`: what travels. `_carried(tensor)`: override where a dtype has to travel as another.
     `_synchronize()`: wait for the device. Default: nothing, for libraries whose `wait` blocks.
+    `_border(world_size)`: bytes below which an all_reduce gathers all inputs and adds them in the order of
+        ranks, in half the rounds of a ring; "measured": found by each group as it is joined. Default 0:
+        never, for libraries that choose among algorithms themselves. `border` of the constructor goes first.
+    `_library_algorithm`: what the library's own is called.
     `topology()`: override where links are known.
 
         class AcmeCollectives(ProcessGroupCollectives):
@@ -79,7 +116,8 @@ class ProcessGroupCollectives(Collectives):
                 acme.synchronize(self._index)
 
     To use a primitive that the library has itself, override it and call `self._run(name, timeout_s, start)`,
-    where `start` takes the process group and returns its Work.
+    where `start` takes the process group and returns its Work. Works are begun without waiting for those
+    before: the library has to take several at a time, as all that torch knows do.
 
     A call costs one short write to the store beyond the library's own time. A rank may return before others
     have come, where the library lets it (the root of a broadcast); `barrier` never does. Timeouts are at most
@@ -92,9 +130,13 @@ class ProcessGroupCollectives(Collectives):
         torch.uint8, torch.int8, torch.int32, torch.int64,
         torch.float16, torch.float32, torch.float64, torch.bfloat16,
     )  # fmt: skip
+    _library_algorithm: ClassVar[str] = "library"
 
-    def __init__(self) -> None:
+    def __init__(self, *, border: Border | None = None) -> None:
         self._groups: dict[str, Group] = {}
+        self._stores: dict[str, Any] = {}
+        """By rendezvous: a process that is in a group there meets the next one over the same store."""
+        self._given_border = border
 
     @abc.abstractmethod
     def _open_group(self, name: str, *, store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
@@ -110,6 +152,10 @@ class ProcessGroupCollectives(Collectives):
         """The library's own timeout for the primitives that follow, for one that cannot be aborted (gloo).
         Default: it stays as at `_open_group`.
         """
+
+    def _border(self, world_size: int) -> Border:
+        del world_size
+        return 0
 
     def _device(self) -> torch.device:
         return torch.device("cpu")
@@ -133,7 +179,9 @@ class ProcessGroupCollectives(Collectives):
         if world_size < 1 or not 0 <= rank < world_size:
             raise InvalidArgument(f"rank is {rank}; it has to be from 0 to {world_size - 1}", field="rank")
         deadline = time.monotonic() + timeout_s
-        store = open_store(rendezvous, group=name, rank=rank, world_size=world_size, timeout_s=timeout_s)
+        store = self._stores.get(rendezvous)
+        if store is None:
+            store = open_store(rendezvous, group=name, rank=rank, world_size=world_size, timeout_s=timeout_s)
         meeting = Meeting(store, group=name, rank=rank, world_size=world_size)
         meeting.join(timeout_s=_left(deadline))
         try:
@@ -146,19 +194,59 @@ class ProcessGroupCollectives(Collectives):
             )
         except RuntimeError as error:
             raise Unavailable(f"group {name!r} cannot connect its ranks: {error}") from error
-        self._groups[name] = Group(rank, world_size, process_group, meeting, timeout_s)
+        self._groups[name] = Group(rank, world_size, process_group, meeting, timeout_s, rendezvous)
+        self._stores[rendezvous] = store
         try:
             self.barrier(name, timeout_s=_left(deadline))
+            self._settle_border(name, deadline)
         except BaseException:
             self.destroy_group(name)
             raise
 
     def all_reduce(self, name: str, tensor: Any, *, timeout_s: float | None = None) -> Any:
         """The sum."""
+        return self.begin_all_reduce(name, tensor, timeout_s=timeout_s).wait()
+
+    def begin_all_reduce(
+        self, name: str, tensor: Any, *, algorithm: str = "", timeout_s: float | None = None
+    ) -> Pending:
+        """Under way on return, by the algorithm for its size."""
+        chosen = algorithm or self.algorithm(name, tensor.numel() * tensor.element_size())
+        if chosen not in self.algorithms():
+            known = ", ".join(self.algorithms())
+            raise InvalidArgument(f"algorithm is {chosen!r}; there are {known}", field="algorithm")
+        return (self._begin_gather if chosen == GATHER else self._begin_sum)(name, tensor, timeout_s)
+
+    def algorithms(self) -> Sequence[str]:
+        """The library's own first."""
+        return (self._library_algorithm, GATHER)
+
+    def algorithm(self, name: str, size_bytes: int) -> str:
+        """By the group's border, which is the same on every rank."""
+        return GATHER if size_bytes < self._group(name).border_bytes else self._library_algorithm
+
+    def _begin_sum(self, name: str, tensor: Any, timeout_s: float | None) -> Pending:
+        """By the library: it takes the memory of the result."""
         result: Tensor = tensor.clone(memory_format=torch.contiguous_format)
         carried = self._carried(result)
-        self._run(name, timeout_s, lambda group: group.allreduce([carried]))
-        return result
+        return self._begin(name, timeout_s, lambda group: group.allreduce([carried]), lambda: result)
+
+    def _begin_gather(self, name: str, tensor: Any, timeout_s: float | None) -> Pending:
+        """One round; the sum is then made here, in the same order on every rank."""
+        source = self._carried(tensor.contiguous())
+        inputs: Tensor = tensor.new_empty((self._group(name).world_size, *tensor.shape))
+        parts = list(self._carried(inputs).unbind())
+
+        def add() -> Tensor:
+            if len(inputs) == 1:
+                return inputs[0]
+            total = inputs[0] + inputs[1]
+            for each in inputs[2:]:
+                total.add_(each)
+            self._synchronize()
+            return total
+
+        return self._begin(name, timeout_s, lambda group: group.allgather([parts], [source]), add)
 
     def all_gather(self, name: str, tensor: Any, *, timeout_s: float | None = None) -> Any:
         """Stacked by rank."""
@@ -197,8 +285,9 @@ class ProcessGroupCollectives(Collectives):
         group = self._groups.pop(name, None)
         if group is None:
             return
-        work = group.unfinished
-        if work is None or _poll(work.is_completed, 2 * _LIBRARY_MARGIN_S):
+        if all(each.rendezvous != group.rendezvous for each in self._groups.values()):
+            self._stores.pop(group.rendezvous, None)
+        if _poll(lambda: all(work.is_completed() for work in group.under_way), 2 * _LIBRARY_MARGIN_S):
             self._close_group(group.process_group)
         else:
             _hung.append(group)
@@ -221,25 +310,38 @@ class ProcessGroupCollectives(Collectives):
         Raises:
             DeadlineExceeded: not in time; names the ranks that did not come. Unavailable: a rank was lost.
         """
+        self._begin(name, timeout_s, start, _nothing).wait()
+
+    def _begin(
+        self, name: str, timeout_s: float | None, start: Callable[[Any], Any], finish: Callable[[], Any]
+    ) -> Pending:
+        """Arrive and start. finish: called once the work has ended, for the result."""
         group = self._group(name)
-        if group.failure:
-            raise Unavailable(
-                f"group {name!r} was given up: {group.failure}; destroy it and begin anew", reason="RANK_LOST"
-            )
+        _require_working(name, group)
         limit_s = group.timeout_s if timeout_s is None else min(timeout_s, group.timeout_s)
         if limit_s != group.limit_s:
             group.limit_s = limit_s
             self._set_limit(group.process_group, timedelta(seconds=limit_s + _LIBRARY_MARGIN_S))
         group.calls += 1
         group.meeting.arrive(group.calls)
-        work = None
+        begun = _Begun(self._end, finish, name, group, group.calls, limit_s, time.monotonic())
         try:
-            work = start(group.process_group)
-            if self._ended(work, limit_s):
+            begun.work = start(group.process_group)
+        except RuntimeError as error:
+            raise self._give_up(begun, str(error)) from error
+        group.under_way.append(begun.work)
+        return begun
+
+    def _end(self, begun: _Begun) -> None:
+        """Return when it has ended."""
+        _require_working(begun.group_name, begun.group)
+        try:
+            if self._ended(begun.work, begun.limit_s):
+                begun.group.under_way.remove(begun.work)
                 return
         except RuntimeError as error:
-            raise self._give_up(name, group, work, f"a rank of group {name!r} was lost: {error}") from error
-        raise self._give_up(name, group, work, "")
+            raise self._give_up(begun, str(error)) from error
+        raise self._give_up(begun, "")
 
     def _ended(self, work: Any, limit_s: float) -> bool:
         """Whether it ended in time. Raises RuntimeError where it failed."""
@@ -256,25 +358,90 @@ class ProcessGroupCollectives(Collectives):
             return False
         return True
 
-    def _give_up(self, name: str, group: Group, work: Any, lost: str) -> MeshError:
-        """The error to raise. `lost`: what the library said; "": nothing within the limit."""
-        absent = group.meeting.absent(group.calls)
+    def _give_up(self, begun: _Begun, said: str) -> MeshError:
+        """The error to raise. `said`: how the library failed; "": nothing within the limit."""
+        name, group = begun.group_name, begun.group
+        absent = group.meeting.absent(begun.call)
+        # Begun long before it was waited for, it may have met the library's own limit first.
+        late = time.monotonic() - begun.begun_s >= begun.limit_s
         error: MeshError
-        if lost:
-            who = f" (rank {', '.join(map(str, absent))} had not come)" if absent else ""
-            error = Unavailable(lost + who, reason="RANK_LOST")
-        elif absent:
+        if absent and (late or not said):
             error = ranks_missing(name, group.world_size, absent)
+        elif said:
+            who = f" (rank {', '.join(map(str, absent))} had not come)" if absent else ""
+            error = Unavailable(
+                f"a rank of group {name!r} was lost: {said}{who}",
+                reason="RANK_LOST",
+                missing=", ".join(map(str, absent)),
+            )
         else:
             error = DeadlineExceeded(
-                f"group {name!r}: all ranks came, but not done after {group.limit_s:g} s"
+                f"group {name!r}: all ranks came, but not done after {begun.limit_s:g} s"
             )
+        if group.meeting.is_lost:
+            error.metadata["meeting_point"] = "lost"
         group.failure = str(error)
-        group.unfinished = work
         abort = getattr(group.process_group, "abort", None)
         if abort is not None:
             abort()
         return error
+
+    def _settle_border(self, name: str, deadline: float) -> None:
+        """As rank 0 has it, whatever this rank was given: all have to choose alike. Tells the log."""
+        group = self._group(name)
+        own = self._border(group.world_size) if self._given_border is None else self._given_border
+        wanted = group.meeting.hear_first("border", str(own), timeout_s=_left(deadline))
+        if group.world_size > 1:
+            measured = wanted == MEASURED
+            group.border_bytes = self._measured_border(name, deadline) if measured else int(wanted)
+        log.info(
+            "joined a group of ranks",
+            group=name,
+            rank=group.rank,
+            world_size=group.world_size,
+            library=self.library,
+            all_reduce=_describe_choice(group.border_bytes, self._library_algorithm),
+            border=wanted,
+        )
+
+    def _measured_border(self, name: str, deadline: float) -> int:
+        """By the mean over ranks of each one's median: the sums have the same bits everywhere, so that all
+        ranks find the same.
+        """
+        own = [
+            [self._try(name, algorithm, size, deadline) for size in TRIED_BYTES]
+            for algorithm in (GATHER, self._library_algorithm)
+        ]
+        times = torch.tensor(own, dtype=torch.float32, device=self._device())
+        total = self._begin_gather(name, times, _left(deadline)).wait().tolist()
+        return find_border(*total)
+
+    def _try(self, name: str, algorithm: str, size_bytes: int, deadline: float) -> float:
+        tensor = torch.zeros(size_bytes // 4, device=self._device())
+        durations = []
+        for _ in range(_TRIED_CALLS):
+            start = time.perf_counter()
+            self.begin_all_reduce(name, tensor, algorithm=algorithm, timeout_s=_left(deadline)).wait()
+            self._synchronize()
+            durations.append(time.perf_counter() - start)
+        return statistics.median(durations)
+
+
+def _require_working(name: str, group: Group) -> None:
+    if group.failure:
+        raise Unavailable(
+            f"group {name!r} was given up: {group.failure}; destroy it and begin anew", reason="RANK_LOST"
+        )
+
+
+def _describe_choice(border_bytes: int, library: str) -> str:
+    if not border_bytes:
+        return library
+    return f"{GATHER} below {border_bytes} bytes, {library} from there on"
+
+
+def _nothing() -> None:
+    return
 
 
 def new_process_group(

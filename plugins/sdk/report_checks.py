@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from plugins.sdk.capabilities import CapabilityReport, Coverage, OperatorCapability
 from plugins.sdk.catalogue import CATALOGUE
+from plugins.sdk.collectives import ASYNC_ALL_REDUCE
 from plugins.sdk.op_spec import UNIT_ROUNDOFF, OpSpec, holds, symbols_of
 from plugins.sdk.step_program import PATTERNS, PROGRAM_QUANTIZATIONS, SYMBOLS
-from plugins.sdk.tensors import DTYPE_BYTES
+from plugins.sdk.tensors import CACHE_DTYPE_BYTES, DTYPE_BYTES
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
-"""The primitives of the contract."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", ASYNC_ALL_REDUCE)
+"""The primitives of the contract; the last one is `begin_all_reduce` that returns before the others come."""
 
 QUANTIZATION_FORMATS = frozenset((
     "w8a8", "w4a16",
@@ -26,7 +27,7 @@ QUANTIZATION_FORMATS = frozenset((
 ))  # fmt: skip
 """The framework's two, then those of GGUF files, by their names there in lower case."""
 
-CACHE_DTYPES = (*DTYPE_BYTES, "float8_e4m3fn", "float8_e5m2")
+CACHE_DTYPES = (*DTYPE_BYTES, *CACHE_DTYPE_BYTES)
 """Dtypes that a cell of the KV cache may have: some, no tensor of the contract has."""
 
 _PAGE_SIZE = "S"
@@ -138,7 +139,12 @@ def _in_program_constraint(text: str) -> list[str]:
 
 def find_in_collectives(report: CapabilityReport) -> list[str]:
     """Primitives that the contract does not know, or that come twice."""
-    return _in_names("collectives", report.collectives, COLLECTIVES)
+    found = _in_names("collectives", report.collectives, COLLECTIVES)
+    if report.overlap_rows < 0:
+        found.append(f"overlap_rows is {report.overlap_rows}")
+    if report.overlap_rows > 0 and ASYNC_ALL_REDUCE not in report.collectives:
+        found.append(f"overlap_rows is {report.overlap_rows}, and {ASYNC_ALL_REDUCE} is not declared")
+    return found
 
 
 def _in_dtypes(field: str, dtypes: Sequence[str], known: Iterable[str]) -> list[str]:

@@ -178,6 +178,23 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelOptions:
+    """This process' place in a set of ranks that run one model together, and where they meet.
+
+    rank: from 0, stage by stage (meshkit.modelstore.sharding). tensor, pipeline: sizes of the layout.
+    rendezvous: "tcp://HOST:PORT", held by rank 0. join_timeout_s: until all ranks must have come, weights
+    read. step_timeout_s: for each collective of a step; a rank that does not come by then is named.
+    """
+
+    rank: int
+    tensor: int
+    pipeline: int
+    rendezvous: str
+    join_timeout_s: float
+    step_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoadOptions:
     """How a model is to be loaded; mirrors LoadModelRequest."""
 
@@ -190,6 +207,8 @@ class LoadOptions:
     cache_dir: str = ""
     quantization: str = ""
     """How the framework quantises weights as it loads them: "", w8a8 or w4a16."""
+    parallel: ParallelOptions | None = None
+    """None: the model is not split."""
 
 
 class ModelRunner(abc.ABC):
@@ -197,6 +216,12 @@ class ModelRunner(abc.ABC):
 
     takes_constraints: ClassVar[bool] = False
     """Whether `run_step` keeps to `StepBatch.allowed`, and samples after its last row's logits are there."""
+    takes_ranks: ClassVar[bool] = False
+    """Whether `load` takes `LoadOptions.parallel`. Then each rank gets the same calls in the same order, and
+    `run_step` returns the same tokens on all of them. `load`, `allocate_kv_cache`, `exchange` and `run_step`
+    raise DeadlineExceeded (reason RANKS_MISSING) or Unavailable (RANK_LOST), which name ranks: the set is
+    over then.
+    """
 
     @abc.abstractmethod
     def load(self, options: LoadOptions, progress: Progress) -> LoadedModel:
@@ -225,6 +250,10 @@ class ModelRunner(abc.ABC):
     @abc.abstractmethod
     def unload(self) -> None:
         """Free weights and pages. Idempotent."""
+
+    def exchange(self, text: str) -> Sequence[str]:
+        """What each rank said, by rank, `text` being this one's; every rank must call it. Alone: its own."""
+        return (text,)
 
     def start_timing(self, *, most_runs: int) -> StopTiming | None:
         """Time the operators of the steps to come, without changing what they make; None: only steps as a

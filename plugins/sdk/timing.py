@@ -64,20 +64,31 @@ class TimedOperator:
 
 @dataclass(frozen=True, slots=True)
 class OperatorRun:
-    """One run."""
+    """One run. waited_s: of `seconds`, those in which the step could do nothing else; None: all of them.
+
+    size_bytes: that a collective carried; 0 for others.
+    """
 
     operator: TimedOperator
     begin_s: float
     seconds: float
+    size_bytes: int = 0
+    waited_s: float | None = None
+
+    @property
+    def held_s(self) -> float:
+        """Seconds for which it held the step."""
+        return self.seconds if self.waited_s is None else self.waited_s
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorTotal:
-    """All runs of one operator."""
+    """All runs of one operator. seconds: for which they held steps; size_bytes: as OperatorRun."""
 
     operator: TimedOperator
     calls: int
     seconds: float
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,7 @@ class OperatorTimes:
 class _Sum:
     calls: int = 0
     seconds: float = 0.0
+    size_bytes: int = 0
 
 
 @dataclass
@@ -108,15 +120,23 @@ class TimingLog:
 
     def add(self, operator: TimedOperator, begin_s: float, seconds: float) -> None:
         """One run has ended."""
-        total = self._sums.setdefault(operator, _Sum())
+        self.add_run(OperatorRun(operator, begin_s, seconds))
+
+    def add_run(self, run: OperatorRun) -> None:
+        """The same."""
+        total = self._sums.setdefault(run.operator, _Sum())
         total.calls += 1
-        total.seconds += seconds
+        total.seconds += run.held_s
+        total.size_bytes += run.size_bytes
         if len(self.runs) < self.most_runs:
-            self.runs.append(OperatorRun(operator, begin_s, seconds))
+            self.runs.append(run)
 
     def times(self, *, notes: Sequence[str] = ()) -> OperatorTimes:
         """All of it."""
-        totals = [OperatorTotal(each, total.calls, total.seconds) for each, total in self._sums.items()]
+        totals = [
+            OperatorTotal(each, total.calls, total.seconds, total.size_bytes)
+            for each, total in self._sums.items()
+        ]
         return OperatorTimes(totals, self.runs, notes)
 
 

@@ -35,6 +35,7 @@ class Measurement:
 
     Sizes are counted as is usual: the input of all_reduce, reduce_scatter and broadcast, the output of
     all_gather. Bandwidths in bytes per second: size / latency, and that times the primitive's bus factor.
+    algorithm: of an all_reduce; by_size: whether the plugin chose it, rather than the test.
     """
 
     primitive: str
@@ -43,6 +44,8 @@ class Measurement:
     bandwidth: float
     bus_bandwidth: float
     calls: int
+    algorithm: str = ""
+    by_size: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """As the JSON report has it."""
@@ -53,6 +56,8 @@ class Measurement:
             "bandwidth_bytes_per_s": round(self.bandwidth),
             "bus_bandwidth_bytes_per_s": round(self.bus_bandwidth),
             "calls": self.calls,
+            "algorithm": self.algorithm,
+            "by_size": self.by_size,
         }
 
 
@@ -107,28 +112,30 @@ def run_collectives(choice: BackendChoice, shape: GroupShape) -> tuple[Report, l
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="chipmesh-collectives-"))
         group = stack.enter_context(RankGroup(choice, shape, Path(folder)))
-        declared = _load(run, group, choice, shape)
+        declared, algorithms = _load(run, group, choice, shape)
         if declared and _join(run, group, shape):
-            _measure(run, group, declared, shape)
+            _measure(run, group, list(rounds(declared, algorithms, shape.sizes_bytes)), shape)
     done = {check.name: check for check in run.checks}
     checks = [done.get(name) or Check(name, Status.SKIP, _why_not_run(run)) for name in CHECKS]
     return Report("collectives", choice.name, tuple(checks), run.identity), run.measurements
 
 
-def _load(run: _Run, group: RankGroup, choice: BackendChoice, shape: GroupShape) -> list[str]:
-    """The primitives that the plugin declares; none where nothing can be run."""
+def _load(
+    run: _Run, group: RankGroup, choice: BackendChoice, shape: GroupShape
+) -> tuple[list[str], list[str]]:
+    """Primitives that the plugin declares, none where nothing can be run; its algorithms of all_reduce."""
     start = time.monotonic()
     try:
         loaded = group.gather("loaded", "loading the plugin")
     except RanksFailed as failure:
         run.add("load", Status.FAIL, f"{failure}. {describe_search(choice.name)}", start)
-        return []
+        return [], []
     first = next(iter(loaded.values()))
     run.identity.update(first["identity"], collective_library=first["library"] or "")
     if first["library"] is None:
         run.add("load", Status.PASS, f"{shape.world_size} processes", start)
         _skip(run, f"back end {choice.name!r} has no collectives: its chip works alone", _NAMES)
-        return []
+        return [], []
     if not first["shares_host_memory"] and shape.world_size > first["devices"]:
         raise InvalidArgument(
             f"--ranks is {shape.world_size}; each rank takes a device of its own, and back end "
@@ -138,7 +145,7 @@ def _load(run: _Run, group: RankGroup, choice: BackendChoice, shape: GroupShape)
     run.add("load", Status.PASS, f"{len(loaded)} processes, {first['library']}", start)
     declared = [name for name in _NAMES if name in first["declared"]]
     _skip(run, "the plugin does not declare it", [name for name in _NAMES if name not in declared])
-    return declared
+    return declared, list(first["algorithms"])
 
 
 def _join(run: _Run, group: RankGroup, shape: GroupShape) -> bool:
@@ -152,12 +159,13 @@ def _join(run: _Run, group: RankGroup, shape: GroupShape) -> bool:
     return True
 
 
-def _measure(run: _Run, group: RankGroup, declared: list[str], shape: GroupShape) -> None:
-    wrong: dict[str, list[str]] = {name: [] for name in declared}
-    start = dict.fromkeys(declared, 0.0)
-    for name, size in rounds(declared, shape.sizes_bytes):
+def _measure(run: _Run, group: RankGroup, planned: Sequence[tuple[str, int, str]], shape: GroupShape) -> None:
+    names = {name for name, _, _ in planned}
+    wrong: dict[str, list[str]] = {name: [] for name in names}
+    start = dict.fromkeys(names, 0.0)
+    for name, size, algorithm in planned:
         start[name] = start[name] or time.monotonic()
-        what = f"{name} of {show_size(size)}" if size else name
+        what = (f"{name} of {show_size(size)}" if size else name) + (f" by {algorithm}" if algorithm else "")
         try:
             outcomes = group.gather("outcome", what)
         except RanksFailed as failure:
@@ -167,8 +175,10 @@ def _measure(run: _Run, group: RankGroup, declared: list[str], shape: GroupShape
                         if each["wrong"]]  # fmt: skip
         if name == BARRIER:
             wrong[name] += _early_leavers(outcomes)
-        run.measurements.append(_summarise(name, size, outcomes))
-        if size in (0, shape.sizes_bytes[-1]):
+        elif len(taken := {each["algorithm"] for each in outcomes.values()}) > 1:
+            wrong[name].append(f"{what}: ranks took different algorithms: {', '.join(sorted(taken))}")
+        run.measurements.append(_summarise(name, size, outcomes, by_size=not algorithm))
+        if not algorithm and size in (0, shape.sizes_bytes[-1]):
             _conclude(run, name, wrong[name], start[name], shape)
 
 
@@ -192,12 +202,15 @@ def _early_leavers(outcomes: Mapping[int, Message]) -> list[str]:
     ]
 
 
-def _summarise(name: str, size: int, outcomes: Mapping[int, Message]) -> Measurement:
+def _summarise(name: str, size: int, outcomes: Mapping[int, Message], *, by_size: bool) -> Measurement:
     calls = list(zip(*(each["durations_s"] for each in outcomes.values()), strict=True))
     latency_s = statistics.median(max(call) for call in calls)
     bandwidth = size / latency_s
     factor = PRIMITIVES[name].bus_factor(len(outcomes)) if size else 0.0
-    return Measurement(name, size, latency_s, bandwidth, bandwidth * factor, len(calls))
+    algorithm = next(iter(outcomes.values())).get("algorithm", "")
+    return Measurement(
+        name, size, latency_s, bandwidth, bandwidth * factor, len(calls), algorithm, by_size=by_size
+    )
 
 
 def _skip(run: _Run, why: str, names: Sequence[str]) -> None:
@@ -216,11 +229,31 @@ def _print(report: Report, measurements: Sequence[Measurement], console: Console
         for column in ("size", "latency µs", "MB/s", "bus MB/s", "calls"):
             table.add_column(column, justify="right")
         for each in measurements:
-            rates = [f"{rate / 1e6:.1f}" if each.size_bytes else "" for rate in _rates(each)]
-            size = show_size(each.size_bytes) if each.size_bytes else ""
-            table.add_row(each.primitive, size, f"{each.latency_s * 1e6:.0f}", *rates, str(each.calls))
+            if each.by_size:
+                rates = [f"{rate / 1e6:.1f}" if each.size_bytes else "" for rate in _rates(each)]
+                size = show_size(each.size_bytes) if each.size_bytes else ""
+                table.add_row(each.primitive, size, f"{each.latency_s * 1e6:.0f}", *rates, str(each.calls))
         console.print(table)
+        _print_algorithms(measurements, console)
     report.print_table(console)
+
+
+def _print_algorithms(measurements: Sequence[Measurement], console: Console) -> None:
+    """Those of all_reduce side by side, where there are several."""
+    forced = {(each.size_bytes, each.algorithm): each for each in measurements if not each.by_size}
+    if not forced:
+        return
+    algorithms = list(dict.fromkeys(algorithm for _, algorithm in forced))
+    table = Table(title="all_reduce by algorithm")
+    for column in ("size", *(f"{algorithm} µs" for algorithm in algorithms)):
+        table.add_column(column, justify="right")
+    table.add_column("taken")
+    for each in measurements:
+        if each.by_size and each.algorithm:
+            beside = [forced[each.size_bytes, algorithm].latency_s * 1e6 for algorithm in algorithms]
+            latencies = [f"{latency_us:.0f}" for latency_us in beside]
+            table.add_row(show_size(each.size_bytes), *latencies, each.algorithm)
+    console.print(table)
 
 
 def _rates(each: Measurement) -> tuple[float, float]:

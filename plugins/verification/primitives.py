@@ -6,7 +6,7 @@ Inputs are whole numbers below 128, so that sums over up to 64 ranks are exact i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,8 +73,9 @@ def _ring_share(world_size: int) -> float:
     return (world_size - 1) / world_size
 
 
+ALL_REDUCE = "all_reduce"
 PRIMITIVES: Mapping[str, Primitive] = {
-    "all_reduce": Primitive(
+    ALL_REDUCE: Primitive(
         _whole,
         lambda rank, root, inputs: _sum(inputs),
         lambda it, group, tensor, root: it.all_reduce(group, tensor),
@@ -101,6 +102,16 @@ PRIMITIVES: Mapping[str, Primitive] = {
 }
 """By name; `barrier` carries nothing and is looked at apart."""
 BARRIER = "barrier"
+
+
+def by_algorithm(algorithm: str) -> Primitive:
+    """all_reduce by a certain algorithm, whatever the size."""
+
+    def call(it: Collectives, group: str, tensor: Any, root: int) -> Any:
+        del root
+        return it.begin_all_reduce(group, tensor, algorithm=algorithm).wait()
+
+    return replace(PRIMITIVES[ALL_REDUCE], call=call)
 
 
 def find_difference(expected: Array, received: Array) -> str:

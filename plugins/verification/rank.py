@@ -14,7 +14,15 @@ from plugins.sdk.backend import Backend, RunnerContext
 from plugins.sdk.collectives import Collectives
 from plugins.sdk.registry import load_backend, read_info
 from plugins.verification.arrays import decode, encode
-from plugins.verification.primitives import BARRIER, PRIMITIVES, Array, Primitive, find_difference
+from plugins.verification.primitives import (
+    ALL_REDUCE,
+    BARRIER,
+    PRIMITIVES,
+    Array,
+    Primitive,
+    by_algorithm,
+    find_difference,
+)
 from plugins.verification.request import BackendChoice, identity_of, usage_error
 from plugins.verification.spawned import Channel
 
@@ -51,13 +59,18 @@ def run_rank(channel: Channel, task: RankTask) -> None:
         channel.send({"error": describe_error(error)})
 
 
-def rounds(declared: list[str], sizes_bytes: tuple[int, ...]) -> Iterator[tuple[str, int]]:
-    """(primitive, size in bytes) in the order in which every rank runs them."""
+def rounds(
+    declared: list[str], algorithms: list[str], sizes_bytes: tuple[int, ...]
+) -> Iterator[tuple[str, int, str]]:
+    """(primitive, size in bytes, algorithm) in the order in which every rank runs them. algorithm "": as the
+    plugin chooses; all_reduce is run by each of several before.
+    """
     for name in PRIMITIVES:
         if name in declared:
-            yield from ((name, size) for size in sizes_bytes)
+            several = algorithms if name == ALL_REDUCE and len(algorithms) > 1 else []
+            yield from ((name, size, each) for size in sizes_bytes for each in (*several, ""))
     if BARRIER in declared:
-        yield BARRIER, 0
+        yield BARRIER, 0, ""
 
 
 def _introduce(task: RankTask, backend: Backend) -> dict[str, Any]:
@@ -66,6 +79,7 @@ def _introduce(task: RankTask, backend: Backend) -> dict[str, Any]:
         "identity": identity_of(read_info(task.choice.name, backend), backend),
         "library": library,
         "declared": list(backend.capabilities().collectives),
+        "algorithms": list(backend.collectives.algorithms()) if backend.collectives is not None else [],
         "devices": len(backend.devices.list_devices()),
         "shares_host_memory": backend.devices.shares_host_memory,
     }
@@ -83,14 +97,15 @@ def _run_group(channel: Channel, task: RankTask, backend: Backend, collectives: 
     )
     channel.send({"joined": True})
     try:
-        for number, (name, size) in enumerate(
-            rounds(list(backend.capabilities().collectives), task.sizes_bytes)
-        ):
+        declared, algorithms = list(backend.capabilities().collectives), list(collectives.algorithms())
+        for number, (name, size, algorithm) in enumerate(rounds(declared, algorithms, task.sizes_bytes)):
             if name == BARRIER:
                 channel.send({"outcome": _barrier(task, collectives)})
                 continue
-            one = _Round(task, backend, collectives, PRIMITIVES[name], size, root=number % task.world_size)
-            channel.send({"outcome": backend.execute_runnable(one.run)})
+            primitive = by_algorithm(algorithm) if algorithm else PRIMITIVES[name]
+            one = _Round(task, backend, collectives, primitive, size, root=number % task.world_size)
+            taken = algorithm or (collectives.algorithm(GROUP, size) if name == ALL_REDUCE else "")
+            channel.send({"outcome": {**backend.execute_runnable(one.run), "algorithm": taken}})
     finally:
         collectives.destroy_group(GROUP)
 

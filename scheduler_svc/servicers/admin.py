@@ -117,8 +117,13 @@ class AdminServicer(AdminServiceServicer):
     async def SwapChip(
         self, request: admin_pb2.SwapChipRequest, context: Context
     ) -> AsyncIterator[admin_pb2.SwapChipResponse]:
-        if not request.backend and (request.device or request.backend_options):
-            raise InvalidArgument("backend is empty; name it beside device and options", field="backend")
+        if not request.backend and (request.device or request.devices or request.backend_options):
+            raise InvalidArgument("backend is empty; name it beside devices and options", field="backend")
+        if request.device and request.devices:
+            raise InvalidArgument(
+                f"device is {request.device} and devices is {list(request.devices)}; give one of them",
+                field="devices",
+            )
         member = self._pool.member(request.worker)
         if member.lost is not None:
             raise FailedPrecondition(
@@ -133,6 +138,9 @@ class AdminServicer(AdminServiceServicer):
             backend_options=request.backend_options,
             model_path=request.model_path,
             never_pause=request.never_pause,
+            devices=request.devices,
+            tensor_parallel_size=request.tensor_parallel_size,
+            pipeline_parallel_size=request.pipeline_parallel_size,
         )
         swap = self._pool.swaps.begin(member.worker, order)
         while not swap.is_over:

@@ -47,6 +47,7 @@ def test_only_the_gateway_is_published_and_only_on_loopback(mesh: ComposeMesh) -
     assert network["Internal"], "the services' own network has a way out"
 
 
+@pytest.mark.nightly
 def test_the_doctor_finds_no_fault_in_a_mesh_that_is_up_and_names_a_paused_worker(mesh: ComposeMesh) -> None:
     mesh.wait_until_serving("worker-a", "worker-b")
     healthy = mesh.doctor()
@@ -115,6 +116,7 @@ def test_only_an_operator_and_the_scheduler_itself_may_ask_the_scheduler(mesh: C
     assert answer["scheduler"]["gateways"] == 1
 
 
+@pytest.mark.nightly
 def test_certificates_change_under_streams_and_a_new_worker_is_let_in(
     mesh: ComposeMesh, streaming: Streaming
 ) -> None:
@@ -147,6 +149,7 @@ def test_an_image_without_a_worker_has_no_torch_and_no_other_service(mesh: Compo
     assert docker("exec", container, "python3", "-c", question).strip() == "[]"
 
 
+@pytest.mark.nightly
 def test_a_stopped_worker_ends_in_order_and_costs_no_stream(mesh: ComposeMesh, streaming: Streaming) -> None:
     with streaming() as streams:
         streams.wait_for_more(1)
@@ -214,6 +217,7 @@ def taken(address: str, *, image: str) -> Iterator[None]:
             docker("rm", "-f", "-v", squatter)
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_comes_back_at_another_address(mesh: ComposeMesh, streaming: Streaming) -> None:
     scheduler, old = mesh.identity("scheduler"), mesh.inspect("worker-b")["Id"]
     old_address = address_of(old)
@@ -240,7 +244,7 @@ def test_streams_go_on_after_the_scheduler_was_killed(mesh: ComposeMesh, streami
     assert {name: mesh.identity(name) for name in workers} == workers
 
 
-@pytest.mark.parametrize("service", ["worker-a", "scheduler"])
+@pytest.mark.parametrize("service", [pytest.param("worker-a", marks=pytest.mark.nightly), "scheduler"])
 def test_streams_survive_a_paused_service(mesh: ComposeMesh, streaming: Streaming, service: str) -> None:
     before = {name: mesh.identity(name) for name in SERVICES}
     with streaming() as streams:

@@ -10,15 +10,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from meshkit.errors import DeadlineExceeded
 from plugins.cpu.collectives import GlooCollectives
 from plugins.cpu.memory import CpuMemory
 from plugins.cpu.operators import CpuOperators
 from plugins.cpu.options import CpuOptions
 from plugins.cpu.plugin import CpuBackend
 from plugins.sdk.capabilities import CapabilityReport, Coverage, OperatorCapability
+from plugins.sdk.collectives import Done, Pending
 from plugins.sdk.device import DeviceProperties
 from plugins.sdk.host import HostDevices
 from plugins.sdk.kv_layout import KvLayout
+from plugins.sdk.meeting import ranks_missing
 from plugins.sdk.memory import Buffer, HostBytes
 from plugins.sdk.operators import OperatorSet
 from plugins.sdk.reference import operators as reference
@@ -105,6 +108,15 @@ class WritesNextCell(CpuOperators):
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, cells: Tensor) -> None:
         super().write_kv(key[:1], value[:1], kv_cache, (cells[:1] - 1).clamp(min=0))
+        super().write_kv(key, value, kv_cache, cells)
+
+
+class TruncatesCells(CpuOperators):
+    """Writes to a cache of integers what is left of a value without its fraction, and lets it wrap."""
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, cells: Tensor) -> None:
+        if kv_cache.dtype == torch.int8:
+            key, value = (part.to(torch.int64).to(torch.int8).float() for part in (key, value))
         super().write_kv(key, value, kv_cache, cells)
 
 
@@ -510,6 +522,59 @@ class SumsTwice(GlooCollectives):
 
     def all_reduce(self, name: str, tensor: Any, *, timeout_s: float | None = None) -> Any:
         return super().all_reduce(name, tensor, timeout_s=timeout_s) + tensor
+
+
+class WaitsForTheOthers(GlooCollectives):
+    """Declares async sums, and its begin_all_reduce waits for the end."""
+
+    def begin_all_reduce(
+        self, name: str, tensor: Any, *, algorithm: str = "", timeout_s: float | None = None
+    ) -> Pending:
+        begun = super().begin_all_reduce(name, tensor, algorithm=algorithm, timeout_s=timeout_s)
+        return Done(begun.wait())
+
+
+class AddsItsOwnFirst(GlooCollectives):
+    """Every rank adds in an order of its own: sums are close, and their bits differ among ranks."""
+
+    def begin_all_reduce(
+        self, name: str, tensor: Any, *, algorithm: str = "", timeout_s: float | None = None
+    ) -> Pending:
+        inputs, own = self.all_gather(name, tensor, timeout_s=timeout_s), self._group(name).rank
+        order = [own, *(rank for rank in range(len(inputs)) if rank != own)]
+        total = inputs[order[0]].clone()
+        for rank in order[1:]:
+            total += inputs[rank]
+        return Done(total)
+
+
+class BlamesItself(GlooCollectives):
+    """Names the wrong rank where one does not come."""
+
+    def begin_all_reduce(
+        self, name: str, tensor: Any, *, algorithm: str = "", timeout_s: float | None = None
+    ) -> Pending:
+        try:
+            return Done(super().begin_all_reduce(name, tensor, timeout_s=timeout_s).wait())
+        except DeadlineExceeded as error:
+            raise ranks_missing(name, 2, [self._group(name).rank]) from error
+
+
+class SharesOneResult(GlooCollectives):
+    """Sums under way at once end up in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory: Any = None
+
+    def begin_all_reduce(
+        self, name: str, tensor: Any, *, algorithm: str = "", timeout_s: float | None = None
+    ) -> Pending:
+        total = super().begin_all_reduce(name, tensor, timeout_s=timeout_s).wait()
+        if self._memory is None or len(self._memory) < total.numel():
+            self._memory = total.new_empty(1 << 20)
+        held = self._memory[: total.numel()].view(total.shape)
+        return Done(held.copy_(total))
 
 
 def all_native(report: CapabilityReport) -> CapabilityReport:

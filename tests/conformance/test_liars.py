@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from plugins.conformance import collective_sums
 from plugins.conformance.checks_collectives import run_ranks
 from plugins.conformance.collective_rank import check_rank
 from plugins.conformance.report import Fault, Report, Status
 from plugins.sdk.backend import Backend
 from plugins.sdk.capabilities import CapabilityReport, OperatorCapability
+from plugins.sdk.collectives import Collectives
 from plugins.sdk.operators import OperatorSet
 from tests.conformance import liars
 from tests.conformance.liars import PlantedBackend
@@ -90,6 +92,15 @@ def test_a_liar_is_caught_in_every_dtype(check: Check, operators: type[OperatorS
     name = next(name for liar, name, _ in OPERATOR_LIARS if liar is operators)
     report = check(_planted(operators), f"operators/{name}/")
     assert {failure.name.split("/")[2] for failure in report.failures} == {"float32", "bfloat16"}
+
+
+def test_cells_of_integers_have_to_be_the_nearest(check: Check) -> None:
+    """Caches in what a chip does not compute in are checked beside those in its own dtypes."""
+    report = check(partial(PlantedBackend, operators=liars.TruncatesCells), "operators/write_kv/")
+    assert {failure.name.split("/")[-1] for failure in report.failures} == {"int8"}
+    assert {failure.fault for failure in report.failures} == {Fault.WRONG_RESULT}
+    checked = {result.name.split("/")[-1] for result in report.results}
+    assert {"float8_e4m3fn", "float8_e5m2", "int8"} <= checked
 
 
 def test_a_liar_does_not_taint_the_operators_beside_it(check: Check) -> None:
@@ -269,6 +280,42 @@ def test_a_wrong_sum_over_ranks_is_named_on_every_rank(tmp_path: Path) -> None:
         for outcome in pool.map(run, range(2)):
             assert "all_reduce of float32" in outcome["all_reduce"]
             assert outcome["all_gather"] == ""
+
+
+class _Summing(PlantedBackend):
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__()
+        self._collectives = collectives
+
+
+@pytest.mark.parametrize(
+    ("liar", "primitive", "world_size", "words"),
+    [
+        (liars.WaitsForTheOthers, "async_all_reduce", 2, "waits for the other ranks"),
+        (liars.SharesOneResult, "async_all_reduce", 2, "under way"),
+        (liars.AddsItsOwnFirst, "all_reduce", 3, "ranks have different bits of the sum"),
+        (liars.BlamesItself, "all_reduce", 2, "rank 1 did not come to a sum; the error names 0"),
+    ],
+)
+def test_sums_that_are_wrong_in_one_way_only_are_found(
+    liar: Callable[[], Collectives],
+    primitive: str,
+    world_size: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collective_sums, "_BEGUN_LIMIT_S", 2.0)
+
+    def run(rank: int) -> str:
+        meeting = f"file://{tmp_path}/meeting"
+        backend = _Summing(liar())
+        return check_rank(backend, [primitive], rank=rank, world_size=world_size, rendezvous=meeting)[
+            primitive
+        ]
+
+    with ThreadPoolExecutor(world_size) as pool:
+        assert words in "; ".join(pool.map(run, range(world_size)))
 
 
 def test_ranks_that_cannot_start_say_why() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -91,10 +91,18 @@ def containers(pod: Manifest) -> Iterator[Manifest]:
     yield from pod["spec"]["containers"]
 
 
-def written_configuration(rendered: Rendered, pod: Manifest, folder: Path, *, pod_name: str) -> Path:
+def written_configuration(
+    rendered: Rendered,
+    pod: Manifest,
+    folder: Path,
+    *,
+    pod_name: str,
+    environment: Mapping[str, str] | None = None,
+) -> Path:
     """What the pod's service finds as /etc/chipmesh: a folder, filled as its ConfigMap and init container do.
 
-    pod_name: as Kubernetes would call it; its address is 10.1.2.3.
+    pod_name: as Kubernetes would call it; its address is 10.1.2.3. environment: what the LeaderWorkerSet
+    controller adds; None: for the first pod of a set.
     """
     volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
     target = folder / "configuration"
@@ -107,9 +115,14 @@ def written_configuration(rendered: Rendered, pod: Manifest, folder: Path, *, po
     (identity,) = [item for item in containers(pod) if item["name"] == "identity"]
     script = identity["args"][0].replace("/etc/chipmesh-group/", f"{source}/")
     script = script.replace(" /etc/chipmesh/", f" {target}/")
+    first = {"LWS_LEADER_ADDRESS": f"{pod_name}.service.{NAMESPACE}", "LWS_WORKER_INDEX": "0"}
     fields = {"metadata.name": pod_name, "status.podIP": "10.1.2.3"}
     given = {item["name"]: fields[item["valueFrom"]["fieldRef"]["fieldPath"]] for item in identity["env"]}
-    subprocess.run([*identity["command"], script], env={"PATH": os.environ["PATH"], **given}, check=True)
+    subprocess.run(
+        [*identity["command"], script],
+        env={"PATH": os.environ["PATH"], **given, **(environment or first)},
+        check=True,
+    )
     return target
 
 

@@ -42,10 +42,15 @@ def scheduler_config(rendered: Rendered, folder: Path) -> SchedulerConfig:
     return load_config(SchedulerConfig, written_configuration(rendered, pod, folder, pod_name="s-0"))
 
 
-def worker_config(rendered: Rendered, name: str, folder: Path) -> WorkerConfig:
-    pod = rendered.pods()[name]
+def worker_config(rendered: Rendered, name: str, folder: Path, *, index: int = 0) -> WorkerConfig:
+    """index: of the pod in its replica, where that has several."""
     folder.mkdir(exist_ok=True)
-    return load_config(WorkerConfig, written_configuration(rendered, pod, folder, pod_name=f"{name}-0"))
+    pod = f"{name}-0" if index == 0 else f"{name}-0-{index}"
+    controller = {"LWS_LEADER_ADDRESS": f"{name}-0.{name}.mesh", "LWS_WORKER_INDEX": str(index)}
+    written = written_configuration(
+        rendered, workers(rendered)[name], folder, pod_name=pod, environment=controller
+    )
+    return load_config(WorkerConfig, written)
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -91,6 +96,19 @@ def test_workers_take_their_configuration_and_are_who_their_pod_is(name: str, tm
         assert config.scheduler_address == "chipmesh-scheduler:50061"
         check_exposure(config, {"executor.listen": config.executor.listen}, metrics=Metrics())
         assert config.model_path == served[config.model]
+
+
+def test_the_pods_of_a_set_are_ranks_of_one_worker_and_meet_at_the_first(tmp_path: Path) -> None:
+    rendered = render(read_values("tensor-parallel"))
+    (name,) = workers(rendered)
+    first, second = (worker_config(rendered, name, tmp_path / str(pod), index=pod) for pod in range(2))
+    assert first.worker_id == second.worker_id == f"{name}-0"
+    assert first.rendezvous == second.rendezvous == f"{name}-0.{name}.mesh:29600"
+    assert (first.first_rank, second.first_rank) == (0, 2)
+    assert (first.own_devices, second.own_devices) == ((0, 1), (0, 1))
+    assert (second.tensor_parallel_size, second.pipeline_parallel_size) == (2, 2)
+    assert first.tls is not None
+    assert second.tls == first.tls
 
 
 @pytest.mark.parametrize("name", VALUES)

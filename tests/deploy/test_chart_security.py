@@ -118,12 +118,16 @@ def test_each_service_finds_the_certificate_of_its_role_and_name(
         for pod_name in pod_names(rendered, owner, component):
             folder = tmp_path / str(next(folders))
             folder.mkdir()
-            written = written_configuration(rendered, pod, folder, pod_name=pod_name)
+            replica, _, rank = pod_name.removeprefix(f"{owner}-").partition("-")
+            # Ranks of a set are one worker, with one certificate.
+            first = f"{owner}-{replica}"
+            of_a_set = {"LWS_LEADER_ADDRESS": f"{first}.{owner}.mesh", "LWS_WORKER_INDEX": rank or "0"}
+            written = written_configuration(rendered, pod, folder, pod_name=pod_name, environment=of_a_set)
             config = load_config(CONFIGS[component], written)
             assert not config.insecure_network
             assert config.tls is not None
             files = mounted_files(pod)
-            own = pod_name if component == "worker" else component
+            own = first if component == "worker" else component
             named = (config.tls.certificate, config.tls.key, config.tls.authority)
             assert {files[str(path)] for path in named} == {f"chipmesh-tls-{component}-{own}"}
 

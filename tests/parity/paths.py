@@ -58,7 +58,9 @@ def plan(path: str, folder: Path, **options: Any) -> PlannedModel:
 
 
 def whole_logits(planned: PlannedModel, tokens: Sequence[int]) -> Tensor:
-    """float32 [tokens, vocab] of one pass over all tokens, pages in no order."""
+    """float32 [tokens, vocab] of one pass over all tokens, pages in no order; of a part of a model without
+    the head something else.
+    """
     count = len(tokens)
     pages = np.random.default_rng(3).permutation(-(-count // PAGE) + 2).astype(np.int32)
     program = planned.create_program(silent)
@@ -89,7 +91,8 @@ def whole_logits(planned: PlannedModel, tokens: Sequence[int]) -> Tensor:
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    return model.logits(model.forward(step, layers))
+    hidden = model.forward(step, layers)
+    return model.logits(hidden) if model.has_head else hidden
 
 
 def drive(path: str, folder: Path, *, page_size: int = PAGE, page_count: int = 400) -> StepDriver:

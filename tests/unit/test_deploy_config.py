@@ -16,7 +16,14 @@ FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "config"
 
 @pytest.mark.parametrize(
     ("name", "model"),
-    [("gateway", GatewayConfig), ("scheduler", SchedulerConfig), ("worker", WorkerConfig)],
+    [
+        ("gateway", GatewayConfig),
+        ("scheduler", SchedulerConfig),
+        ("worker", WorkerConfig),
+        ("sets/two-chips", WorkerConfig),
+        ("sets/host-0", WorkerConfig),
+        ("sets/host-1", WorkerConfig),
+    ],
 )
 def test_a_shipped_configuration_is_valid(name: str, model: type[ServiceConfig]) -> None:
     assert load_config(model, FOLDER / f"{name}.json").listen.startswith("127.0.0.1:")

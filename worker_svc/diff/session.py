@@ -34,7 +34,7 @@ from worker_svc.diff.tolerances import Precision
 from worker_svc.layers.step_tensors import build_step, sampling_rows
 from worker_svc.model_building import PlannedModel, allocate_pages, plan_model, require_operators
 from worker_svc.models.architecture import Model
-from worker_svc.weights import WeightSource
+from worker_svc.weights import StoredQuantized, WeightSource
 
 HEAD = "head"
 """The stage behind the layers: the final norm and the product that makes logits."""
@@ -249,6 +249,10 @@ class _RoundedWeights:
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rounded, then as asked for."""
         return self._source.read(name, self._dtype).to(dtype)
+
+    def quantized(self, name: str) -> StoredQuantized | None:
+        """As the source: codes have no dtype to be rounded to."""
+        return self._source.quantized(name)
 
 
 def _rounded_as(side: Side, other: Side) -> Side:

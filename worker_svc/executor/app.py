@@ -22,6 +22,7 @@ from chipmesh.device.v1alpha1.operator_pb2_grpc import add_OperatorServiceServic
 from chipmesh.device.v1alpha1.plugin_pb2_grpc import add_PluginServiceServicer_to_server
 from meshkit.config import parse_config
 from meshkit.errors import FailedPrecondition, Internal, InvalidArgument, MeshError
+from meshkit.rpc.channel import open_channel
 from meshkit.rpc.policy import Access, Role
 from meshkit.rpc.server import RpcServer
 from meshkit.rpc.tls import service_credentials
@@ -43,6 +44,7 @@ from worker_svc.step_engine import StepEngine
 log = get_logger(__name__)
 
 EXECUTE_STEPS = "/chipmesh.device.v1alpha1.ExecutionService/ExecuteSteps"
+FOLLOW = "/chipmesh.device.v1alpha1.ExecutionService/Follow"
 PROBE = "/chipmesh.device.v1alpha1.PluginService/Probe"
 _PACKAGE = "chipmesh.device.v1alpha1"
 EXIT_DEVICE_HANGS = 4
@@ -70,11 +72,12 @@ class Executor:
         self._server = RpcServer(
             listen=settings.listen,
             reflection=settings.reflection,
-            untraced_methods=(EXECUTE_STEPS, PROBE),
+            untraced_methods=(EXECUTE_STEPS, FOLLOW, PROBE),
             credentials=service_credentials(settings.tls),
             access=_access(settings),
         )
         self._engine: StepEngine | None = None
+        self._execution: ExecutionService | None = None
 
     def __repr__(self) -> str:
         return f"<Executor {self._settings.instance_id} {self._settings.backend} {self._engine!r}>"
@@ -114,10 +117,14 @@ class Executor:
         add(add_OperatorServiceServicer_to_server, operators, "OperatorService")
         collectives = CollectiveService(backend, device, index=settings.device)
         add(add_CollectiveServiceServicer_to_server, collectives, "CollectiveService")
-        execution = ExecutionService(
+        execution = self._execution = ExecutionService(
             engine,
             device,
             instance_id=settings.instance_id,
+            # Ranks of a set are executors of one worker.
+            open_channel=partial(
+                open_channel, traced=False, tls=settings.tls, role=Role.WORKER, name=settings.worker
+            ),
             facts={name.rpartition(".")[2]: value for name, value in facts.items()},
         )
         add(add_ExecutionServiceServicer_to_server, execution, "ExecutionService")
@@ -127,7 +134,11 @@ class Executor:
 
     async def stop(self, grace_s: float) -> bool:
         """End the calls, unload, join the device thread; False where a hung device was left behind."""
+        if self._execution is not None:
+            self._execution.is_stopping = True
         await self._server.stop(grace_s)
+        if self._execution is not None:
+            await self._execution.close()
         if self._engine is not None and self._device.busy_for() is None:
             await self._device.submit(self._engine.unload)
         ended = await asyncio.to_thread(self._device.stop, timeout_s=grace_s)

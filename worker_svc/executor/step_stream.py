@@ -10,6 +10,7 @@ from chipmesh.device.v1alpha1.execution_pb2 import ExecuteStepsRequest, StepPlan
 from meshkit.errors import Aborted, InvalidArgument, MeshError, Unavailable
 from meshkit.telemetry.logging import get_logger
 from worker_svc.device_thread import DeviceThread
+from worker_svc.executor.followers import Followers
 from worker_svc.step_engine import StepEngine, StepOutcome
 
 log = get_logger(__name__)
@@ -27,12 +28,21 @@ class StepStream:
     wait there while they run; their results leave in one message, too. The first error ends the stream; plans
     queued behind it are skipped, or refused by the engine for their number.
 
+    followers: the other ranks of the set; they get each message before it is queued here.
     take_over: called when the first plan has come and is of the present epoch.
     """
 
-    def __init__(self, engine: StepEngine, device: DeviceThread, *, take_over: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: StepEngine,
+        device: DeviceThread,
+        *,
+        followers: Followers,
+        take_over: Callable[[], None],
+    ) -> None:
         self._engine = engine
         self._device = device
+        self._followers = followers
         self._take_over = take_over
         self._outcomes: asyncio.Queue[Outcomes | MeshError | None] = asyncio.Queue()
         self._room = asyncio.Semaphore(MAX_MESSAGES_AHEAD)
@@ -43,7 +53,7 @@ class StepStream:
         return f"<StepStream epoch={self._epoch} in_flight={len(self._submitted)}>"
 
     def fence(self, error: MeshError) -> None:
-        """End the stream with `error`; plans that have not started yet never will."""
+        """End the stream with `error`. Plans that wait will never run, unless other ranks have them."""
         self._drop_queued()
         self._outcomes.put_nowait(error)
 
@@ -76,6 +86,8 @@ class StepStream:
                 if self._epoch is None:
                     self._begin(request.plans[0])
                 await self._room.acquire()
+                # Nothing may come between the two: all ranks do all things in one order.
+                self._followers.hand_on(request)
                 self._submit(request.plans)
             if self._submitted:
                 await asyncio.wait(set(self._submitted))
@@ -109,6 +121,8 @@ class StepStream:
         self._outcomes.put_nowait(outcome)
 
     def _drop_queued(self) -> None:
+        if self._followers:
+            return  # The other ranks run what they were handed, and would wait for us.
         for outcome in list(self._submitted):
             outcome.cancel()
 

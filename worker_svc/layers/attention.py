@@ -11,6 +11,7 @@ from plugins.sdk.operator_table import OperatorBinder
 from worker_svc.layers.linear import Linear, LinearLoader
 from worker_svc.layers.norm import Norm
 from worker_svc.layers.step_tensors import StepTensors
+from worker_svc.parallel.split import RowPart
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,14 @@ class HeadSizes:
 @dataclass(frozen=True)
 class ScoreRules:
     """What becomes of scores. scale: their factor. window: tokens that attention reaches back, its own
-    included; 0: all. soft_cap: the limit that they near; 0: none.
+    included; 0: all. soft_cap: the limit that they near; 0: none. cell_scales: what keys and values are
+    divided by in the cache.
     """
 
     scale: float
     window: int = 0
     soft_cap: float = 0.0
+    cell_scales: tuple[float, float] = (1.0, 1.0)
 
 
 class QkvRotary:
@@ -123,12 +126,19 @@ class PagedAttention:
         self._write = operators.bind("write_kv", where, **shape).call
         self._prefill = operators.bind(f"attention_prefill{suffix}", where, H=sizes.heads, **shape).call
         self._decode = operators.bind(f"attention_decode{suffix}", where, H=sizes.heads, **shape).call
-        self._rules = (rules.scale, rules.window, rules.soft_cap) if self._bounded else (rules.scale,)
+        self._key_scale, self._value_scale = rules.cell_scales
+        # A query times the scale of keys is their product: operators need not know of it.
+        scale = rules.scale * self._key_scale
+        self._rules = (scale, rules.window, rules.soft_cap) if self._bounded else (scale,)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: StepTensors
     ) -> Tensor:
         """query [t, h, d], key and value [t, g, d], kv_cache [2, pages, page, g, d] -> [t, h, d]."""
+        if self._key_scale != 1.0:
+            key = key / self._key_scale
+        if self._value_scale != 1.0:
+            value = value / self._value_scale
         self._write(key, value, kv_cache, step.cells)
         parts: list[Tensor] = []
         if step.decode is not None:
@@ -139,14 +149,15 @@ class PagedAttention:
         for run in step.prefill:
             part = query[run.first : run.first + run.count]
             parts.append(self._prefill(part, kv_cache, run.page_ids, run.start, *self._rules))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return attended if self._value_scale == 1.0 else attended * self._value_scale
 
 
 class Attention:
     """Attention of a layer as a whole: projections, positions by `cos_sin`, cache, output."""
 
     def __init__(
-        self, projections: QkvRotary | NormedQkvRotary, attend: PagedAttention, out: Linear, cos_sin: Tensor
+        self, projections: QkvRotary | NormedQkvRotary, attend: PagedAttention, out: RowPart, cos_sin: Tensor
     ) -> None:
         self._project, self._attend, self._out = projections, attend, out
         self._cos_sin = cos_sin

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshkit.errors import InvalidArgument
-from plugins.sdk.reference.quantized import quantize_rows
+from meshkit.modelstore.checkpoint_quantization import CheckpointQuantization, check_asked, read_quantization
 from plugins.sdk.step_program import PROGRAM_QUANTIZATIONS
+from worker_svc.weights.quantized import StoredQuantized
+from worker_svc.weights.rounding import round_to
 
 FORMATS = ("", "w8a8", "w4a16", *PROGRAM_QUANTIZATIONS)
 _GROUP_SIZES = (128, 64, 32)
 """Columns that share a scale in w4a16: the largest of these that divides a layer's input."""
-_LEVELS_4BIT = 15
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,16 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class QuantizationPolicy:
-    """Round to nearest, as the weights are loaded.
+    """Round to nearest, as the weights are loaded; or what a checkpoint has quantised, as it is stored.
 
     w8a8: int8 with one scale for each output; activations are quantised by row in each product.
     w4a16: 4 bits with a scale and a zero point for each group of 128, 64 or 32 columns.
     Embeddings, the head and routers stay as they are: they are what quality hangs on.
-    What step programs alone offer rounds no weight.
+    What step programs alone offer rounds no weight. checkpoint: then nothing else is rounded.
     """
 
     format: str = ""
+    checkpoint: CheckpointQuantization | None = None
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -53,43 +56,92 @@ class QuantizationPolicy:
                 field="quantization",
             )
 
+    @classmethod
+    def of_model(cls, asked: str, config: Mapping[str, Any]) -> QuantizationPolicy:
+        """Of a model with the completed `config`. asked: a format, "" for none.
+
+        Raises:
+            InvalidArgument: (quantization) unknown, or another than the checkpoint has already.
+        """
+        checkpoint = read_quantization(config)
+        check_asked(asked, checkpoint)
+        return cls(checkpoint=checkpoint) if checkpoint else cls(asked)
+
     @property
     def quantizes(self) -> bool:
         """Whether any layer is quantised."""
-        return bool(self.format) and self.format not in PROGRAM_QUANTIZATIONS
+        return self.checkpoint is not None or self._rounds
+
+    @property
+    def kind(self) -> str:
+        """What its products are: "w8a8", "w4a16", what step programs alone offer, "" for plain ones."""
+        return self.checkpoint.scheme.kind if self.checkpoint else self.format
+
+    @property
+    def label(self) -> str:
+        """As numeric classes and weight versions name it: its kind, of a checkpoint with the format."""
+        return self.checkpoint.label if self.checkpoint else self.format
 
     def pack(self, weight: Tensor, *, plain: bool = False) -> PackedWeight:
         """weight [out, in] in the form of its layer's operator. A w4a16 layer whose input no group size
         divides stays plain, as the plan shows by its operator.
         """
-        if plain or not self.quantizes:
-            return _plain(weight)
-        if self.format == "w8a8":
-            return _w8a8(weight)
-        group = next((size for size in _GROUP_SIZES if weight.shape[1] % size == 0), 0)
-        return _w4a16(weight, group) if group else _plain(weight)
+        rounded = None if plain else self._round(weight)
+        return _plain(weight) if rounded is None else pack_stored(rounded)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedWeight:
         """gate_up [e, 2i, k], down [e, k, i] likewise; plain where one of them has to be."""
-        if not self.quantizes:
-            return _plain_experts(gate_up, down)
-        halves = [self._pack_each(each) for each in (gate_up, down)]
-        if any(half[0].operator == "linear" for half in halves):
-            return _plain_experts(gate_up, down)
-        first, second = (half[0].sizes for half in halves)
-        sizes = {"E": gate_up.shape[0]}
-        if self.format == "w8a8":
-            sizes |= {"K": first["K"], "I": second["K"]}
-        else:
-            sizes |= {"J": first["J"], "Q": first["Q"], "L": second["J"], "U": second["Q"]}
-        tensors = {**_by_role("gate_up", halves[0]), **_by_role("down", halves[1])}
-        return PackedWeight(f"moe_experts_{self.format}", sizes, tensors)
+        if self._rounds:
+            halves = [self._round_each(each) for each in (gate_up, down)]
+            if all(each is not None for half in halves for each in half):
+                return pack_stored_experts(*([each for each in half if each] for half in halves))
+        return _plain_experts(gate_up, down)
 
-    def _pack_each(self, weights: Tensor) -> list[PackedWeight]:
+    @property
+    def _rounds(self) -> bool:
+        return bool(self.format) and self.format not in PROGRAM_QUANTIZATIONS
+
+    def _round(self, weight: Tensor) -> StoredQuantized | None:
+        if not self._rounds:
+            return None
+        columns = weight.shape[1]
+        if self.format == "w8a8":
+            return round_to("w8a8", weight, columns)
+        group = next((size for size in _GROUP_SIZES if columns % size == 0), 0)
+        return round_to("w4a16", weight, group) if group else None
+
+    def _round_each(self, weights: Tensor) -> list[StoredQuantized | None]:
         """By expert; without values, on `meta`, one stands for all."""
         if weights.is_meta:
-            return [self.pack(weights[0])] * len(weights)
-        return [self.pack(each) for each in weights.unbind(0)]
+            return [self._round(weights[0])] * len(weights)
+        return [self._round(each) for each in weights.unbind(0)]
+
+
+def pack_stored(stored: StoredQuantized) -> PackedWeight:
+    """Codes as the operator takes them, two of four bits to a byte: the low half is the even column."""
+    rows, columns = stored.shape
+    if stored.zero is None:
+        tensors = {"weight": stored.codes, "scale": stored.scale}
+        return PackedWeight("linear_w8a8", {"N": rows, "K": columns}, tensors)
+    packed = stored.codes[:, ::2] | stored.codes[:, 1::2] << 4
+    return PackedWeight(
+        "linear_w4a16",
+        {"N": rows, "J": columns // 2, "Q": stored.scale.shape[1]},
+        {"weight": packed, "scale": stored.scale, "zero": stored.zero},
+    )
+
+
+def pack_stored_experts(gate_up: Sequence[StoredQuantized], down: Sequence[StoredQuantized]) -> PackedWeight:
+    """Of each expert gate_up [2i, k] and down [k, i], all of one kind and group."""
+    halves = [[pack_stored(each) for each in half] for half in (gate_up, down)]
+    first, second = (half[0].sizes for half in halves)
+    sizes = {"E": len(gate_up)}
+    if gate_up[0].kind == "w8a8":
+        sizes |= {"K": first["K"], "I": second["K"]}
+    else:
+        sizes |= {"J": first["J"], "Q": first["Q"], "L": second["J"], "U": second["Q"]}
+    tensors = {**_by_role("gate_up", halves[0]), **_by_role("down", halves[1])}
+    return PackedWeight(f"moe_experts_{gate_up[0].kind}", sizes, tensors)
 
 
 def _plain_experts(gate_up: Tensor, down: Tensor) -> PackedWeight:
@@ -116,29 +168,3 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
 
 def _plain(weight: Tensor) -> PackedWeight:
     return PackedWeight("linear", {"N": weight.shape[0], "K": weight.shape[1]}, {"weight": weight})
-
-
-def _w8a8(weight: Tensor) -> PackedWeight:
-    values, scale = quantize_rows(weight)
-    return PackedWeight(
-        "linear_w8a8",
-        {"N": weight.shape[0], "K": weight.shape[1]},
-        {"weight": values, "scale": scale},
-    )
-
-
-def _w4a16(weight: Tensor, group: int) -> PackedWeight:
-    """The range of each group, zero included, over 16 levels."""
-    rows, columns = weight.shape
-    grouped = weight.float().view(rows, columns // group, group)
-    low, high = grouped.amin(dim=-1).clamp(max=0.0), grouped.amax(dim=-1).clamp(min=0.0)
-    scale = (high - low) / _LEVELS_4BIT
-    scale = torch.where(scale > 0, scale, 1.0)
-    zero = (-low / scale).round()
-    levels = (grouped / scale.unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(0, _LEVELS_4BIT)
-    pairs = levels.to(torch.uint8).view(rows, columns // 2, 2)
-    return PackedWeight(
-        "linear_w4a16",
-        {"N": rows, "J": columns // 2, "Q": columns // group},
-        {"weight": pairs[..., 0] | pairs[..., 1] << 4, "scale": scale, "zero": zero.to(torch.uint8)},
-    )

@@ -18,7 +18,7 @@ def _mixtral_experts(parts: Parts, layer: int) -> Experts:
 
     choice = Choice(config["num_local_experts"], config["num_experts_per_tok"], renormalize=True)
     names = ExpertNames(f"{block}.gate", of_expert)
-    return Experts(block, names, choice, parts.loader, parts.operators)
+    return parts.experts(block, names, choice)
 
 
 def _qwen_experts(parts: Parts, layer: int) -> Experts | GatedFeedForward:
@@ -36,7 +36,7 @@ def _qwen_experts(parts: Parts, layer: int) -> Experts | GatedFeedForward:
         config["num_experts"], config["num_experts_per_tok"], renormalize=bool(config["norm_topk_prob"])
     )
     names = ExpertNames(f"{block}.gate", of_expert)
-    return Experts(block, names, choice, parts.loader, parts.operators)
+    return parts.experts(block, names, choice)
 
 
 def _qwen2_experts(parts: Parts, layer: int) -> SharedExperts | Experts | GatedFeedForward:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from plugins.sdk.timing import CLASSES, COMMUNICATION, SAMPLING, OperatorTimes, OperatorTotal, TimedOperator
+from plugins.sdk.timing import CLASSES, COMMUNICATION, SAMPLING, OperatorTotal, TimedOperator
+from worker_svc.profile.communication import communication_by_step, communication_of
 from worker_svc.profile.recorder import Recording
 
 HOST = "host"
@@ -14,8 +14,6 @@ HOST = "host"
 _GRAMMAR = TimedOperator("grammar masks", SAMPLING, native=True, program="llguidance")
 _NO_INSIDE = "this plugin tells nothing of the inside of its steps: they are timed as a whole"
 _NO_COMMUNICATION = "no collective ran within a step, so there is no communication to overlap with"
-
-Interval = tuple[float, float]
 
 
 def summarise(recording: Recording) -> dict[str, Any]:
@@ -34,47 +32,25 @@ def summarise(recording: Recording) -> dict[str, Any]:
         "sampled_tokens": recording.sampled_tokens,
         "classes": _by_class(totals, host_s, recording.step_s),
         "operators": [_operator(total, recording.step_s) for total in _heaviest_first(totals)],
-        "communication": _overlap(recording.times),
+        "communication": _communication(recording),
         "notes": _notes(recording),
     }
 
 
-def overlap_s(first: Iterable[Interval], second: Iterable[Interval]) -> float:
-    """Seconds in which an interval of each is under way."""
-    edges = [
-        (at, step, side)
-        for side, intervals in enumerate((_merged(first), _merged(second)))
-        for begin, end in intervals
-        for at, step in ((begin, 1), (end, -1))
-    ]
-    open_count, since, total = [0, 0], 0.0, 0.0
-    for at, step, side in sorted(edges):
-        if all(open_count):
-            total += at - since
-        open_count[side] += step
-        since = at
-    return total
-
-
-def _merged(intervals: Iterable[Interval]) -> list[Interval]:
-    made: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if made and begin <= made[-1][1]:
-            made[-1] = (made[-1][0], max(made[-1][1], end))
-        else:
-            made.append((begin, end))
-    return made
-
-
 def _totals(recording: Recording) -> list[OperatorTotal]:
     """Operators of one name, class and program together: the layers of a model are one line."""
-    sums: dict[TimedOperator, list[float]] = defaultdict(lambda: [0, 0.0])
+    sums: dict[TimedOperator, OperatorTotal] = {}
     for total in recording.times.totals if recording.times is not None else ():
-        sums[total.operator][0] += total.calls
-        sums[total.operator][1] += total.seconds
+        known = sums.get(total.operator, OperatorTotal(total.operator, 0, 0.0))
+        sums[total.operator] = OperatorTotal(
+            total.operator,
+            known.calls + total.calls,
+            known.seconds + total.seconds,
+            known.size_bytes + total.size_bytes,
+        )
     if recording.constraint_s and recording.times is not None:
-        sums[_GRAMMAR] = [recording.step_count, recording.constraint_s]
-    return [OperatorTotal(each, int(calls), seconds) for each, (calls, seconds) in sums.items()]
+        sums[_GRAMMAR] = OperatorTotal(_GRAMMAR, recording.step_count, recording.constraint_s)
+    return list(sums.values())
 
 
 def _by_class(totals: Sequence[OperatorTotal], host_s: float, step_s: float) -> list[dict[str, Any]]:
@@ -109,6 +85,7 @@ def _operator(total: OperatorTotal, step_s: float) -> dict[str, Any]:
         "calls": total.calls,
         "native": operator.native,
         "program": operator.program,
+        **({"size_bytes": total.size_bytes} if operator.kind == COMMUNICATION else {}),
     }
 
 
@@ -116,20 +93,21 @@ def _heaviest_first(totals: Sequence[OperatorTotal]) -> list[OperatorTotal]:
     return sorted(totals, key=lambda total: -total.seconds)
 
 
-def _overlap(times: OperatorTimes | None) -> dict[str, float]:
-    """Of the runs that were told one by one."""
-    runs = times.runs if times is not None else ()
-    spans = {
-        is_communication: [
-            (run.begin_s, run.begin_s + run.seconds)
-            for run in runs
-            if (run.operator.kind == COMMUNICATION) is is_communication
-        ]
-        for is_communication in (True, False)
+def _communication(recording: Recording) -> dict[str, Any]:
+    """Of the runs that were told one by one; per_step: means over the steps that they make up."""
+    whole = communication_of(recording.times.runs if recording.times is not None else ())
+    by_step = communication_by_step(recording)
+    count = max(len(by_step), 1)
+    return {
+        **whole.to_json(),
+        "overlap_share": _share(whole.overlapped_s, whole.seconds),
+        "per_step": {
+            "steps": len(by_step),
+            "seconds": sum(each.seconds for each in by_step) / count,
+            "overlapped_s": sum(each.overlapped_s for each in by_step) / count,
+            "waited_s": sum(each.waited_s for each in by_step) / count,
+        },
     }
-    seconds = sum(end - begin for begin, end in _merged(spans[True]))
-    overlapped = overlap_s(spans[True], spans[False])
-    return {"seconds": seconds, "overlapped_s": overlapped, "overlap_share": _share(overlapped, seconds)}
 
 
 def _notes(recording: Recording) -> list[str]:

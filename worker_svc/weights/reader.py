@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import mmap
+from math import prod
 from pathlib import Path
 
 import torch
 
 from meshkit.modelstore import BLOCK_LAYOUTS, TensorEntry, WeightIndex
+from meshkit.modelstore.sharding import TensorPart
 from worker_svc.weights.gguf_blocks import dequantize
+from worker_svc.weights.quantized import StoredQuantized
 
 # Values decoded at a time: keeps the temporaries of a large embedding to some ten MiB.
 _CHUNK_VALUES = 1 << 22
@@ -38,21 +41,49 @@ class WeightReader:
         """
         return self._tensors[name].encoding
 
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def read(
+        self, name: str, dtype: torch.dtype = torch.float32, part: TensorPart | None = None
+    ) -> torch.Tensor:
         """A new tensor of that name, dequantised, rows in Hugging Face's rotary order.
 
-        Values are made in float32 and then rounded to `dtype`. Raises KeyError for a name that is not there.
+        Values are made in float32 and then rounded to `dtype`. part: no more than that of it, padded with
+        zeros; other rows are not read, other columns a chunk of rows at a time. Rows in rotary order part
+        between heads. Raises KeyError for a name that is not there.
         """
         entry = self._tensors[name]
-        stored = self.raw(name)
+        if part is None:
+            values = torch.empty(entry.shape, dtype=dtype)
+            self._decode(name, _as_matrix(values))
+            return _rotary_order(values, entry.rope_permuted_heads)
+        values = torch.zeros(part.shape(entry.shape), dtype=dtype)
+        matrix = _as_matrix(values)
+        if part.axis == 0:
+            self._decode(name, matrix[: part.stop - part.start], first=part.start)
+        else:
+            self._decode(name, matrix[:, : part.stop - part.start], columns=slice(part.start, part.stop))
+        return _rotary_order(values, _heads_of(entry, len(values)))
+
+    def _decode(
+        self, name: str, values: torch.Tensor, *, first: int = 0, columns: slice = slice(None)
+    ) -> None:
+        """Fill values [rows, columns] from the tensor's rows `first` on, as stored, a chunk at a time."""
+        entry = self._tensors[name]
         block_values, block_bytes = BLOCK_LAYOUTS[entry.encoding]
-        chunk_blocks = max(1, _CHUNK_VALUES // block_values)
-        values = torch.empty(entry.nbytes // block_bytes * block_values, dtype=dtype)
-        for start, piece in enumerate(torch.split(stored, chunk_blocks * block_bytes)):
-            offset = start * chunk_blocks * block_values
-            decoded = dequantize(piece, entry.encoding)
-            values[offset : offset + decoded.numel()] = decoded
-        return _rotary_order(values.reshape(entry.shape), entry.rope_permuted_heads)
+        width = prod(entry.shape[1:])
+        stored = self.raw(name)
+        step = max(1, _CHUNK_VALUES // max(width, 1))
+        for row in range(0, len(values), step):
+            count = min(step, len(values) - row)
+            start, stop = (
+                place * width * block_bytes // block_values for place in (first + row, first + row + count)
+            )
+            decoded = dequantize(stored[start:stop], entry.encoding)
+            values[row : row + count] = decoded.view(count, width)[:, columns]
+
+    def quantized(self, name: str) -> StoredQuantized | None:
+        """None: `QuantizedWeights` reads what is. Raises KeyError for a name that is not there."""
+        self.shape(name)
+        return None
 
     def raw(self, name: str) -> torch.Tensor:
         """The bytes as stored (uint8, one dimension), a view of the mapped file: rows not brought into
@@ -82,6 +113,18 @@ class WeightReader:
                 # Copy on write: torch wants memory that it may write to, the file must stay as it is.
                 self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
+
+
+def _as_matrix(values: torch.Tensor) -> torch.Tensor:
+    """[rows, all that a row has]; one number is a row of one."""
+    shape = values.shape or (1,)
+    return values.view(shape[0], prod(shape[1:]))
+
+
+def _heads_of(entry: TensorEntry, rows: int) -> int | None:
+    """How many of the interleaved heads so many rows of a tensor are; None: not interleaved."""
+    heads = entry.rope_permuted_heads
+    return None if heads is None else heads * rows // entry.shape[0]
 
 
 def _row_count(entry: TensorEntry) -> int:

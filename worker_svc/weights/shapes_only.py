@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from meshkit.modelstore import tensor_shapes
+from meshkit.modelstore.checkpoint_quantization import check_divides, read_quantization
+from worker_svc.weights.quantized import StoredQuantized
 
 
 class ShapesOnly:
@@ -16,6 +18,7 @@ class ShapesOnly:
     def __init__(self, config: Mapping[str, Any]) -> None:
         """`config`: a completed configuration, as `ModelFolder.config` holds it."""
         self._shapes = tensor_shapes(config)
+        self._quantization = read_quantization(config)
 
     def __repr__(self) -> str:
         return f"<ShapesOnly tensors={len(self._shapes)}>"
@@ -31,3 +34,13 @@ class ShapesOnly:
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor without values. Raises KeyError for a name that is not there."""
         return torch.empty(self._shapes[name], dtype=dtype, device="meta")
+
+    def quantized(self, name: str) -> StoredQuantized | None:
+        """A matrix without values, where the checkpoint's is quantised. Raises KeyError for a name that is
+        not there.
+        """
+        shape = self._shapes[name]
+        if self._quantization is None or not self._quantization.holds(name.removesuffix(".weight"), shape):
+            return None
+        check_divides(self._quantization.scheme, name, shape)
+        return StoredQuantized.of_shape(self._quantization.scheme, (shape[0], shape[1]))

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from worker_svc.weights.quantized import StoredQuantized
+
 
 class WeightSource(Protocol):
     """Tensors by Hugging Face name (model.layers.0.self_attn.q_proj.weight, ...)."""
@@ -20,4 +22,11 @@ class WeightSource(Protocol):
 
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A new tensor of that name on the host, rows in Hugging Face's rotary order."""
+        ...
+
+    def quantized(self, name: str) -> StoredQuantized | None:
+        """A matrix that is stored quantised, by the name of its weight; None: `read` is all there is.
+
+        Raises KeyError for a name that is not there.
+        """
         ...

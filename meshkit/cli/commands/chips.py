@@ -96,7 +96,22 @@ def collectives(
 @commands.command()
 def plan(
     model: Annotated[str, typer.Option(help="Folder, .gguf, or the name of a pulled model.")],
-    backend: Annotated[str, typer.Option(help="Name of the plugin to plan for.")],
+    backend: Annotated[str, typer.Option(help="Name of a plugin: how each operator runs on it.")] = "",
+    device_groups: Annotated[
+        str, typer.Option(help="What fits on these chips: as of `up`, such as cpu:0+cpu:1,cpu:2.")
+    ] = "",
+    chips: Annotated[
+        Path | None, typer.Option(help="A YAML file that describes chips which are not here.")
+    ] = None,
+    host_devices: Annotated[
+        int | None, typer.Option(min=1, help="Chips of a machine. Default: all are in one.")
+    ] = None,
+    tp_size: Annotated[int | None, typer.Option(min=1, help="Ranks that share each layer.")] = None,
+    pp_size: Annotated[int | None, typer.Option(min=1, help="Stages that layers are split over.")] = None,
+    mem_fraction_static: Annotated[
+        float | None, typer.Option(help="Weights and KV cache as a share of the memory, in (0, 1].")
+    ] = None,
+    max_total_tokens: Annotated[int | None, typer.Option(min=1, help="KV cache in tokens.")] = None,
     option: PluginOptions = None,
     emulate: Emulate = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
@@ -108,7 +123,9 @@ def plan(
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a reference operator.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Show how a model would run on a chip: each operator native or not, and why. Reads no weights."""
+    """Show how a model would run: operators on a chip, memory of sets of chips. Reads no weights. Exit code 1
+    where it does not fit.
+    """
     from meshkit.cli.tools import plugin_options, run_named_tool
 
     request = {
@@ -122,7 +139,16 @@ def plan(
     }
     options = plugin_options(option, emulate=emulate)
     return run_named_tool(
-        "plan", model=model, backend=backend, options=options, request=request, as_json=as_json
+        "plan",
+        model=model,
+        backend=backend,
+        device_groups=device_groups,
+        chips=chips,
+        options=options,
+        request=request,
+        kv={"mem_fraction_static": mem_fraction_static, "max_total_tokens": max_total_tokens},
+        layout={"tensor": tp_size, "pipeline": pp_size, "host_devices": host_devices},
+        as_json=as_json,
     )
 
 

@@ -27,7 +27,20 @@ def up(
     emulate: Emulate = False,
     device_groups: Annotated[
         str | None,
-        typer.Option(help="BACKEND:INDEX,... per group, groups split by ';'. Default: one device."),
+        typer.Option(
+            help="BACKEND:INDEX,... per group, groups split by ';', chips of one replica joined by '+'. "
+            "Default: one device."
+        ),
+    ] = None,
+    tp_size: Annotated[
+        int | None,
+        typer.Option("--tp-size", min=1, help="Chips of a replica that share each layer. Default: as fits."),
+    ] = None,
+    pp_size: Annotated[
+        int | None,
+        typer.Option(
+            "--pp-size", min=1, help="Stages that a replica's layers are split over. Default: as fits"
+        ),
     ] = None,
     groups_file: Annotated[
         Path | None,
@@ -52,6 +65,12 @@ def up(
     page_size: Annotated[int | None, typer.Option(help="Tokens of a KV page.")] = None,
     schedule_policy: Annotated[
         str | None, typer.Option(help="Order of waiting requests: fcfs, lpm, ...")
+    ] = None,
+    step_window_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Decode steps of so many seconds share a message; default: the chip's."
+        ),
     ] = None,
     schedule_conservativeness: Annotated[
         float | None, typer.Option(min=0, help="Factor on the room kept free for running requests; 1.")

@@ -17,7 +17,14 @@ commands = typer.Typer()
 def swap(
     worker: Annotated[str, typer.Argument(help="The worker, as `chipmesh status` names it.")],
     to: Annotated[str, typer.Option(help="Plugin of the new chip. Default: the same one, loaded anew.")] = "",
-    device: Annotated[int, typer.Option(min=0, help="Index of the new chip.")] = 0,
+    device: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Index of the new chip; again for each further rank of a set. Default: 0."),
+    ] = None,
+    tp_size: Annotated[
+        int | None, typer.Option("--tp-size", min=1, help="Ranks that share each layer of the new set.")
+    ] = None,
+    pp_size: Annotated[int | None, typer.Option("--pp-size", min=1, help="Stages of the new set.")] = None,
     option: PluginOptions = None,
     emulate: Emulate = False,
     model_path: Annotated[str, typer.Option(help="Other weights of the same model, where they lie.")] = "",
@@ -31,15 +38,13 @@ def swap(
     """Change a worker's chip or weights while its streams run: the new one is loaded beside the old one, then
     takes over. Where both do not fit, the old one goes first and its streams move to peers or pause.
     """
-    from meshkit.cli.swap import swap_chip
+    from meshkit.cli.swap import NewChips, swap_chip
     from meshkit.cli.tools import plugin_options
 
     options = plugin_options(option, emulate=emulate)
     swap_chip(
         worker,
-        backend=to,
-        device=device,
-        options=options,
+        chips=NewChips(to, device or (), tp_size, pp_size, options),
         model_path=model_path,
         never_pause=never_pause,
         endpoint=endpoint,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshkit.modelstore.checkpoint_quantization import read_quantization
 from meshkit.modelstore.layouts.family import FamilyLayout
 from meshkit.modelstore.problems import model_path_error
 
@@ -53,16 +54,7 @@ def _check_supported(document: Mapping[str, Any], family: FamilyLayout, *, sourc
                 f"{field} {named!r} of {source} is not supported; supported: {family.activation}",
                 reason="ARCHITECTURE_UNSUPPORTED",
             )
-    quantization = document.get("quantization_config")
-    if quantization:
-        method = (
-            quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-        )
-        raise model_path_error(
-            f"quantization_config {method!r} of {source} is not supported; take unquantised safetensors "
-            "or a GGUF",
-            reason="QUANTIZATION_UNSUPPORTED",
-        )
+    read_quantization(document, source=source)
     if document.get("use_bidirectional_attention"):
         raise model_path_error(
             f"use_bidirectional_attention of {source} is set: tokens would see later ones; only causal "

@@ -11,6 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+INT8_CELL = 127
+"""Largest magnitude in a cache of int8."""
+
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """Rows of weight [vocab, hidden] for token_ids [t] (int64) -> [t, hidden]."""
@@ -70,10 +73,25 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, cells: Tensor) -> None:
-    """Write key and value [t, g, d] to cells [t] (int64) of one layer's cache, in place."""
+    """Write key and value [t, g, d] to cells [t] (int64) of one layer's cache, in place, as `to_cell` has
+    them.
+    """
     page, offset = cells // kv_cache.shape[2], cells % kv_cache.shape[2]
-    kv_cache[0, page, offset] = key.to(kv_cache.dtype)
-    kv_cache[1, page, offset] = value.to(kv_cache.dtype)
+    kv_cache[0, page, offset] = to_cell(key, kv_cache.dtype)
+    kv_cache[1, page, offset] = to_cell(value, kv_cache.dtype)
+
+
+def to_cell(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """values as a cache of `dtype` holds them: rounded to nearest, halves to even. Cells of 8 bits take what
+    is beyond their range as their largest value (int8: 127), since infinity or a wrapped sign would spoil a
+    whole sequence.
+    """
+    if dtype == torch.int8:
+        return values.round().clamp(-INT8_CELL, INT8_CELL).to(dtype)
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        return values.clamp(-largest, largest).to(dtype)
+    return values.to(dtype)
 
 
 def attention_prefill(query: Tensor, kv_cache: Tensor, page_ids: Tensor, start: int, scale: float) -> Tensor:

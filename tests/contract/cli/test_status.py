@@ -72,6 +72,23 @@ def test_people_see_every_group_even_an_empty_one(
     assert any(line.split() == ["spare", "m", "0", "none"] for line in shown.splitlines())
 
 
+def test_the_ranks_of_a_set_are_shown_with_devices_and_processes(
+    scheduler: ScriptedScheduler, scheduler_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler.mesh = a_mesh()
+    replica = scheduler.mesh.groups[0].replicas[0]
+    replica.tensor_parallel_size, replica.pipeline_parallel_size = 2, 1
+    for rank in range(2):
+        replica.ranks.add(rank=rank, device=rank + 4, pid=rank + 100, address=f"127.0.0.1:{rank + 1}")
+    assert main(["status", "--endpoint", scheduler_address]) == 0
+    shown = capsys.readouterr().out
+    assert "worker worker-0 is a set of 2 ranks (tensor parallel 2, pipeline parallel 1)" in shown
+    assert "0: device 4, pid 100, 1: device 5, pid 101" in shown
+    assert main(["status", "--endpoint", scheduler_address, "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["groups"][0]["replicas"]
+    assert told["ranks"][1] == {"rank": 1, "device": 5, "pid": 101, "address": "127.0.0.1:2"}
+
+
 def test_a_scheduler_that_is_not_there_is_told_with_its_address(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--endpoint", "127.0.0.1:1", "--json"]) == 1
     output = capsys.readouterr()

@@ -175,6 +175,9 @@ class FakeExecutor(ExecutionServiceServicer, PluginServiceServicer):
     async def UnloadModel(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    def Follow(self, request_iterator: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def Attach(
         self, request: execution_pb2.AttachRequest, context: Any
     ) -> execution_pb2.AttachResponse:
@@ -259,7 +262,13 @@ class FakeExecutor(ExecutionServiceServicer, PluginServiceServicer):
                 self._write(slot, position, token)
             if chunk.last:
                 self._sample(chunk.slot, slot, result)
+        self._add_logprobs(result)
         return result
+
+    def _add_logprobs(self, result: execution_pb2.StepResult) -> None:
+        """As the contract says: of all slots where any asked, else of none."""
+        if any(self.slots[number].admitted.sampling.logprobs for number in result.slots):
+            result.logprobs.extend([self.logprob] * len(result.slots))
 
     def _sample(self, number: int, slot: SlotState, result: execution_pb2.StepResult) -> None:
         if number in self.fail_slots:
@@ -270,8 +279,6 @@ class FakeExecutor(ExecutionServiceServicer, PluginServiceServicer):
         slot.last_token = right if slot.length < self.skew_after else (right + 1) % VOCAB_SIZE
         result.slots.append(number)
         result.token_ids.append(slot.last_token)
-        if slot.admitted.sampling.logprobs:
-            result.logprobs.append(self.logprob)
 
     def _write(self, slot: SlotState, position: int, token: int) -> None:
         page, offset = divmod(position, self.page_size)

@@ -145,6 +145,25 @@ async def test_ceilings_of_worker_group_and_scheduler_apply_together(mesh: Any) 
         assert seen == {"w0": (5, 64), "w1": (4, 32), "w2": (6, 128)}
 
 
+async def test_the_ranks_of_a_set_are_in_the_mesh_and_so_is_which_of_them_was_lost(mesh: Any) -> None:
+    async with mesh() as m:
+        executor, supervisor = await m.executor(), await m.supervisor("w0")
+        request = registration(executor, tensor_parallel_size=2, pipeline_parallel_size=1)
+        for rank in range(2):
+            request.ranks.add(rank=rank, device=rank + 4, pid=rank + 100, address=f"127.0.0.1:{rank + 1}")
+        await supervisor.register(request)
+        replica = (await m.replicas())["w0"]
+        assert (replica.tensor_parallel_size, replica.pipeline_parallel_size) == (2, 1)
+        assert [(each.rank, each.device, each.pid) for each in replica.ranks] == [(0, 4, 100), (1, 5, 101)]
+        supervisor.stop_beating()
+        dead = registry_pb2.HeartbeatRequest.EXECUTOR_STATE_DEAD
+        await supervisor.heartbeat(request, executor_state=dead, message="rank 1 was ended by signal 9")
+        # The start of its successor takes a while, through which it can be read.
+        starting = registry_pb2.HeartbeatRequest.EXECUTOR_STATE_STARTING
+        await supervisor.heartbeat(request, executor_state=starting, instance_id="next")
+        assert (await m.replicas())["w0"].message == "rank 1 was ended by signal 9"
+
+
 async def test_a_scheduler_that_was_itself_held_up_ends_no_lease_on_that_account(mesh: Any) -> None:
     async with mesh(lease_duration_s=0.4, heartbeat_interval_s=0.1) as m:
         await m.worker("w0")

@@ -59,6 +59,16 @@ async def test_short_decode_steps_travel_together_as_the_chip_prefers_or_the_sch
             assert max(executor.message_sizes) == most
 
 
+async def test_a_groups_own_window_goes_before_the_schedulers(mesh: Any) -> None:
+    groups = [{"name": "g", "model": "m", "step_window_s": 0.0}]
+    async with mesh(step_window_s=1.0, groups=groups) as m:
+        executor = await m.worker(context_tokens=150)
+        gateway = await m.gateway()
+        seen = await (await gateway.submit([1, 2, 3], 50)).end()
+        assert seen.tokens == expected_tokens([1, 2, 3], 50)
+        assert set(executor.message_sizes) == {1}
+
+
 async def test_without_overlap_no_step_is_planned_before_the_result_of_the_one_before(mesh: Any) -> None:
     async with mesh(step_window_s=1.0, enable_overlap=False) as m:
         executor = await m.worker()
@@ -125,13 +135,16 @@ async def test_history_goes_to_the_executor_only_where_a_penalty_needs_it(mesh: 
         assert not without.penalty_prompt_token_ids
 
 
-async def test_logprobs_come_where_they_are_asked_for(mesh: Any) -> None:
+async def test_logprobs_come_where_they_are_asked_for_and_not_to_those_beside(mesh: Any) -> None:
     async with mesh() as m:
         await m.worker()
         gateway = await m.gateway()
         sampling = sampling_pb2.SamplingParameters(top_p=1.0, repetition_penalty=1.0, logprobs=True)
-        seen = await (await gateway.submit([1, 2], 5, sampling=sampling)).end()
-        assert seen.logprobs == [-0.5] * 5
+        asked = await gateway.submit([1, 2], 5, sampling=sampling)
+        beside = await gateway.submit([3, 4], 5)
+        assert (await asked.end()).logprobs == [-0.5] * 5
+        assert len((await beside.end()).tokens) == 5
+        assert (await beside.end()).logprobs == []
 
 
 async def test_two_steps_are_in_flight_with_overlap_and_one_without(mesh: Any) -> None:

@@ -99,6 +99,19 @@ async def test_a_backend_that_the_worker_does_not_know_is_named_as_the_field_at_
         assert error.field == "backend"
 
 
+async def test_an_order_carries_the_devices_and_sizes_of_a_set(mesh: Any) -> None:
+    async with mesh() as m:
+        await m.worker("w0")
+        watched = Watched(m, backend="other", devices=[4, 5], tensor_parallel_size=2)
+        order = await order_of(m)
+        assert (list(order.devices), order.tensor_parallel_size, order.pipeline_parallel_size) == (
+            [4, 5],
+            2,
+            0,
+        )
+        watched.task.cancel()
+
+
 async def test_one_swap_of_a_worker_runs_at_a_time(mesh: Any) -> None:
     async with mesh() as m:
         await m.worker("w0")
@@ -122,7 +135,13 @@ async def test_a_worker_that_is_lost_ends_its_swap(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "kind"), [({"device": 1}, InvalidArgument), ({"backend": "other"}, NotFound)]
+    ("request_", "kind"),
+    [
+        ({"device": 1}, InvalidArgument),
+        ({"devices": [0, 1]}, InvalidArgument),
+        ({"backend": "other", "device": 1, "devices": [0, 1]}, InvalidArgument),
+        ({"backend": "other"}, NotFound),
+    ],
 )
 async def test_a_swap_that_cannot_be_is_refused(mesh: Any, request_: dict[str, Any], kind: type) -> None:
     async with mesh() as m:

@@ -43,7 +43,7 @@ MAY = {
         "scheduler.WorkerRegistryService/* device.PluginService/* device.DeviceService/* "
         "device.MemoryService/* device.OperatorService/* device.CollectiveService/* "
         "device.ExecutionService/LoadModel device.ExecutionService/AllocateKvCache "
-        "device.ExecutionService/UnloadModel device.ExecutionService/Profile"
+        "device.ExecutionService/UnloadModel device.ExecutionService/Profile device.ExecutionService/Follow"
     ),
 }
 

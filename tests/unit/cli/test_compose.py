@@ -19,6 +19,7 @@ from meshkit.cli.compose import (
     scheduler_config,
     worker_config,
 )
+from meshkit.cli.device_groups import Device
 from meshkit.cli.options import GroupOptions, MeshOptions
 from meshkit.cli.state import StateDir
 from meshkit.cli.up import read_groups
@@ -47,6 +48,7 @@ EVERYTHING: dict[str, Any] = {
     "mem_fraction_static": 0.5,
     "page_size": 16,
     "schedule_policy": "lpm",
+    "step_window_s": 0.05,
     "max_total_tokens": 4096,
     "context_length": 1024,
     "served_model_name": "served",
@@ -84,6 +86,7 @@ def test_flags_reach_the_services_that_they_are_for(tmp_path: Path) -> None:
         False,
         False,
     )
+    assert {group.step_window_s for group in scheduler.groups} == {0.05}
     workers = [
         parse_config(
             WorkerConfig,
@@ -105,7 +108,61 @@ def test_flags_reach_the_services_that_they_are_for(tmp_path: Path) -> None:
 
 def test_without_device_groups_the_backend_gets_its_first_device(tmp_path: Path) -> None:
     (worker,) = plan(tmp_path, backend="hash").workers
-    assert (worker.device.backend, worker.device.index, worker.group.name) == ("hash", 0, "default")
+    assert (worker.devices, worker.group.name) == ((Device("hash", 0),), "default")
+
+
+def configs(tmp_path: Path, **flags: Any) -> list[WorkerConfig]:
+    """The workers' configurations, as they read them."""
+    mesh, state = plan(tmp_path, **flags), StateDir(tmp_path)
+    return [
+        parse_config(
+            WorkerConfig,
+            worker_config(mesh, worker, state=state, scheduler_address=SCHEDULER),
+            source="worker",
+        )
+        for worker in mesh.workers
+    ]
+
+
+def test_a_replica_of_several_chips_is_one_worker_with_a_rank_on_each(tmp_path: Path) -> None:
+    workers = configs(tmp_path, device_groups="cpu:0+cpu:1,cpu:2+cpu:3;cpu:7")
+    assert [(worker.worker_id, worker.group, worker.own_devices) for worker in workers] == [
+        ("worker-0", "group-0", (0, 1)),
+        ("worker-1", "group-0", (2, 3)),
+        ("worker-2", "group-1", (7,)),
+    ]
+    assert [worker.is_set for worker in workers] == [True, True, False]
+    # Each takes its share of processors and memory by executors, not by workers.
+    assert {worker.executors_on_host for worker in workers} == {5}
+
+
+def test_sizes_reach_the_workers_and_a_groups_file_has_them_by_group(tmp_path: Path) -> None:
+    (worker,) = configs(tmp_path, device_groups="cpu:0+cpu:1+cpu:2+cpu:3", tensor_parallel_size=2)
+    assert (worker.tensor_parallel_size, worker.pipeline_parallel_size) == (2, None)
+    groups = (
+        GroupOptions(name="rows", devices="cpu:0+cpu:1", tensor_parallel_size=2),
+        GroupOptions(name="stages", devices="cpu:2+cpu:3", pipeline_parallel_size=2),
+    )
+    rows, stages = configs(tmp_path, groups=groups)
+    assert (rows.tensor_parallel_size, rows.pipeline_parallel_size) == (2, None)
+    assert (stages.tensor_parallel_size, stages.pipeline_parallel_size) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes", "field"),
+    [
+        ("cpu:0+cpu:1", {"tensor_parallel_size": 3}, "--tp-size"),
+        ("cpu:0+cpu:1", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "--tp-size"),
+        ("cpu:0+cpu:1;cpu:2", {"pipeline_parallel_size": 2}, "--pp-size"),
+        ("cpu:0", {"tensor_parallel_size": 2}, "--tp-size"),
+    ],
+)
+def test_sizes_that_do_not_make_up_a_replicas_chips_are_refused_with_both_numbers(
+    devices: str, sizes: dict[str, int], field: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidArgument, match="chips; --tp-size") as caught:
+        plan(tmp_path, device_groups=devices, **sizes)
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(("context", "expected"), [(None, 2048), (512, 512)])

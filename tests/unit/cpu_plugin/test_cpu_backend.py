@@ -30,6 +30,13 @@ def test_threads_are_set_and_reported(backend: Backend) -> None:
     assert read_options({}).threads is None
 
 
+def test_there_are_as_many_devices_as_were_asked_for_else_one_for_each_processor() -> None:
+    assert len(load_backend("cpu", {}).devices.list_devices()) == usable_cpus()
+    assert len(load_backend("cpu", {"devices": "5"}).devices.list_devices()) == 5
+    with pytest.raises(InvalidArgument, match="devices"):
+        load_backend("cpu", {"devices": "0"})
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "4096", "²"])
 def test_threads_out_of_range_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="threads") as caught:

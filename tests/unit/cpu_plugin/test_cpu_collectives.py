@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshkit.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound
 from plugins.cpu.collectives import GlooCollectives
+from plugins.sdk.registry import load_backend
 
 WORLD = 3
 TIMEOUT_S = 20.0
@@ -121,3 +122,36 @@ def test_what_makes_no_sense_is_refused(meeting_point: str) -> None:
     with pytest.raises(InvalidArgument, match="multiple"):
         collectives.reduce_scatter("ring", torch.tensor(1.0))
     collectives.destroy_group("ring")
+
+
+def test_the_border_between_algorithms_is_by_ranks_unless_an_option_says_otherwise(tmp_path: Path) -> None:
+    def algorithms(options: dict[str, str], world: int) -> object:
+        def join(rank: int) -> list[str]:
+            collectives = load_backend("cpu", options).collectives
+            assert collectives is not None
+            meeting = f"file://{tmp_path}/{world}-{len(options)}"
+            collectives.init_group(
+                "ring", rank=rank, world_size=world, rendezvous=meeting, timeout_s=TIMEOUT_S
+            )
+            found = [collectives.algorithm("ring", size) for size in (1024, (128 << 10) - 1, 128 << 10)]
+            collectives.barrier("ring")
+            collectives.destroy_group("ring")
+            return found
+
+        with ThreadPoolExecutor(world) as pool:
+            first, *others = pool.map(join, range(world))
+        assert all(each == first for each in others)
+        return first
+
+    assert algorithms({}, 2) == ["ring", "ring", "ring"]
+    assert algorithms({}, 3) == ["gather", "gather", "ring"]
+    assert algorithms({"all_reduce_border": "2048"}, 2) == ["gather", "ring", "ring"]
+
+
+def test_sums_are_not_split_unless_an_option_says_from_which_rows_on() -> None:
+    report = load_backend("cpu", {"overlap_rows": "256"}).capabilities()
+    assert (report.overlap_rows, "async_all_reduce" in report.collectives) == (256, True)
+    assert load_backend("cpu", {}).capabilities().overlap_rows == 0
+    with pytest.raises(InvalidArgument, match="overlap_rows is 'all'") as caught:
+        load_backend("cpu", {"overlap_rows": "all"})
+    assert caught.value.field == "backend_options.overlap_rows"

@@ -261,3 +261,16 @@ def test_a_system_that_gives_no_more_threads_is_refused_and_ends_no_process() ->
     command = [sys.executable, "-c", WITHOUT_ROOM_FOR_THREADS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
+
+
+@pytest.mark.parametrize("quantization", ["", "a8"])
+def test_threads_that_are_stopped_in_the_middle_of_a_piece_change_no_bit(quantization: str) -> None:
+    # More threads than processors, and pieces that take a while: what one has in hand when it is stopped,
+    # another does again.
+    shape = replace(SHAPE, hidden=256, inner=2048, layers=4)
+    weights = random_weights(shape, encoding="Q4_1")
+    alone, crowd = (start(weights, shape, threads=count, quantization=quantization) for count in (1, 4))
+    for step in range(60):
+        rows = [([5 + (step + row) % 80], step % 16, [row]) for row in range(1 + step % 5)]
+        expected, made = alone.run(rows, every=True).logits, crowd.run(rows, every=True).logits
+        assert made.tobytes() == expected.tobytes(), step

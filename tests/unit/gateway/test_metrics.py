@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import metrics as module
 from gateway.generation_spec import Placed
 from gateway.metrics import GatewayMetrics, RequestTimer
+from gateway.token_gaps import NAME, TokenGaps
 from meshkit.telemetry.metrics import Metrics
 
 
@@ -88,3 +90,26 @@ def test_places_beyond_the_bound_are_counted_together(
     counts = [value(metrics, "time_to_first_token_seconds_count", f"w{number}") for number in range(10)]
     assert counts == [1, 1, 1, *[None] * 7]
     assert value(metrics, "time_to_first_token_seconds_count", "other") == 7
+
+
+def test_gaps_counted_together_show_as_the_librarys_histogram_shows_them() -> None:
+    gaps = (0.0, 0.0005, 0.00051, 0.03, 7.0, 1000.0)
+    ours, librarys = Metrics(), Metrics()
+    series = TokenGaps(ours, labels=("model",)).series("m")
+    histogram = librarys.histogram(NAME, labels=("model",)).labels("m")
+    for count, gap in enumerate(gaps, start=1):
+        series.observe(gap, count)
+        for _ in range(count):
+            histogram.observe(gap)
+    assert _samples(ours) == pytest.approx(_samples(librarys))
+    assert _samples(ours)[(f"chipmesh_{NAME}_count", "")] == 21
+
+
+def _samples(metrics: Metrics) -> dict[tuple[str, str], float]:
+    """Of that histogram, by name and bound, as a scraper reads them."""
+    return {
+        (sample.name, sample.labels.get("le", "")): sample.value
+        for family in text_string_to_metric_families(metrics.expose().decode())
+        for sample in family.samples
+        if family.name == f"chipmesh_{NAME}"
+    }

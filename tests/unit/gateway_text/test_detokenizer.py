@@ -101,6 +101,18 @@ def test_any_chunking_adds_up_to_the_whole_text_less_the_prompts(
     assert "".join(stream(tokenizer, prompt, chunks)) == whole[len(settled) :]
 
 
+@given(prompt=ANY_IDS, ids=ANY_IDS)
+def test_each_tokens_text_is_what_it_would_be_alone(
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int]
+) -> None:
+    one_by_one, together = (
+        IncrementalDetokenizer(tokenizer, prompt),
+        IncrementalDetokenizer(tokenizer, prompt),
+    )
+    assert together.feed_each(ids) == [one_by_one.feed([token_id]) for token_id in ids]
+    assert together.flush() == one_by_one.flush()
+
+
 @pytest.fixture(scope="session")
 def sentencepiece(smollm2: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer that decodes as Llama 2's does: ▁ for spaces, byte tokens, one space in front dropped."""

@@ -182,7 +182,7 @@ def test_weights_in_a_type_that_we_do_not_read_are_refused(folder: HuggingFaceFo
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel; supported: LlamaForCausalLM"),
         ({"architectures": None}, "none; supported: LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),

@@ -124,6 +124,11 @@ CONTRADICTIONS = {
     "negative peer": (change(links=(LinkCapability(-1),)), "device -1, which is not there"),
     "bandwidth": (change(links=(LinkCapability(1, -5),)), "has -5 bytes per second"),
     "collective": (change(collectives=("all_to_all",)), "collectives has 'all_to_all'"),
+    "overlap without async sums": (
+        change(overlap_rows=64),
+        "overlap_rows is 64, and async_all_reduce is not declared",
+    ),
+    "overlap of less than no rows": (change(overlap_rows=-1), "overlap_rows is -1"),
     "collective twice": (change(collectives=("barrier", "barrier")), "collectives: 'barrier' comes 2 times"),
     "format": (change(quantization_formats=("q9_9",)), "quantization_formats has 'q9_9'"),
     "numeric class": (change(numeric_classes=("float64",)), "numeric_classes names 'float64'"),

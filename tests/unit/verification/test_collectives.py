@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from meshkit.cli import main
 from meshkit.errors import InvalidArgument
+from plugins.verification.collectives import Measurement, _print_algorithms
 from plugins.verification.primitives import PRIMITIVES, find_difference
 from plugins.verification.sizes import parse_sizes, show_size
 from tests.unit.verification import liars
@@ -37,7 +40,9 @@ def test_every_primitive_is_right_and_measured(capsys: pytest.CaptureFixture[str
     code, report = collectives(capsys, "--backend", "cpu", "--ranks", "2", "--sizes", "1KiB,100KiB")
     assert code == 0, report
     assert set(statuses(report).values()) == {"PASS"}
-    measured = {(each["primitive"], each["size_bytes"]): each for each in report["measurements"]}
+    measured = {
+        (each["primitive"], each["size_bytes"]): each for each in report["measurements"] if each["by_size"]
+    }
     assert set(measured) == {(name, size) for name in PRIMITIVES for size in (1024, 102400)} | {
         ("barrier", 0)
     }
@@ -45,6 +50,34 @@ def test_every_primitive_is_right_and_measured(capsys: pytest.CaptureFixture[str
         assert each["latency_s"] > 0
     reduced = measured["all_reduce", 102400]
     assert reduced["bandwidth_bytes_per_s"] == pytest.approx(102400 / reduced["latency_s"], rel=0.01)
+
+
+def test_the_algorithms_of_a_sum_are_measured_side_by_side_and_the_one_taken_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--backend", "cpu", "--ranks", "2", "--sizes", "1KiB,8KiB", "--option", "all_reduce_border=4096")
+    code, report = collectives(capsys, *words)
+    assert code == 0, report
+    sums = [each for each in report["measurements"] if each["primitive"] == "all_reduce"]
+    assert [(each["size_bytes"], each["algorithm"], each["by_size"]) for each in sums] == [
+        (1024, "ring", False), (1024, "gather", False), (1024, "gather", True),
+        (8192, "ring", False), (8192, "gather", False), (8192, "ring", True),
+    ]  # fmt: skip
+
+
+def test_algorithms_are_a_table_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    sums = [
+        Measurement("all_reduce", 1024, latency, 1.0, 1.0, 10, algorithm, by_size=by_size)
+        for algorithm, latency, by_size in (
+            ("ring", 3e-4, False),
+            ("gather", 2e-4, False),
+            ("gather", 2e-4, True),
+        )
+    ]
+    _print_algorithms(sums, Console(width=100))
+    shown = capsys.readouterr().out
+    assert re.search(r"size .* ring µs .* gather µs .* taken", shown)
+    assert re.search(r"1 KiB .* 300 .* 200 .* gather", shown)
 
 
 def test_the_rank_that_does_not_come_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from meshkit.errors import Unavailable
-from worker_svc import supervisor as supervisor_module
+from worker_svc import executor_set
 from worker_svc.config import WorkerConfig
-from worker_svc.supervisor import SPIN_COUNT, Supervisor
+from worker_svc.executor_set import SPIN_COUNT
+from worker_svc.supervisor import Supervisor
 
 
 class Silent:
@@ -28,7 +29,7 @@ async def environment_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **exec
         given.update(environment)
         raise Unavailable("seen enough")
 
-    monkeypatch.setattr(supervisor_module, "spawn_executor", spawn)
+    monkeypatch.setattr(executor_set, "spawn_executor", spawn)
     config = WorkerConfig.model_validate({
         "worker_id": "w0", "model": "m", "scheduler_address": "127.0.0.1:1", "cache_dir": tmp_path,
         "executor": executor,

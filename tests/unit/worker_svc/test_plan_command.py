@@ -70,7 +70,7 @@ def test_a_plugin_with_a_runner_of_its_own_has_no_operator_plan(capsys: pytest.C
         (("--backend", "kunlun", "--emulate", "--page-size", "5"), 2, "page_size"),
         (("--backend", "cpu", "--quantization", "fp4"), 2, "w4a16"),
         (("--backend", "cpu", "--quantization", "a8", "--option", "kernel=off"), 1, "kernel is off"),
-        (("--backend", "cpu", "--kv-cache-dtype", "fp8_e4m3"), 2, "converts"),
+        (("--backend", "cpu", "--kv-cache-dtype", "int4"), 2, "converts"),
         (("--backend", "cpu", "--emulate"), 2, "emulate"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chipmesh.device.v1alpha1.execution_pb2 import LoadModelRequest, PrefillChunk, StepPlan
+from meshkit.cli.profile import print_profile
 from meshkit.errors import FailedPrecondition
 from plugins.cpu.options import CpuOptions
 from plugins.cpu.plugin import CpuBackend
@@ -35,8 +37,9 @@ from tests.unit.models.step_driver import StepDriver
 from tests.unit.models.test_model_runner import PROMPT, ReferenceBackend, load
 from tests.unit.models.tiny_llama import write_model
 from worker_svc.profile import recorder
+from worker_svc.profile.communication import overlap_s
 from worker_svc.profile.recorder import Recording, StepRecord, StepRecorder
-from worker_svc.profile.summary import overlap_s, summarise
+from worker_svc.profile.summary import summarise
 from worker_svc.profile.trace import write_trace
 from worker_svc.step_engine import StepEngine
 
@@ -118,7 +121,83 @@ def test_communication_behind_computing_is_told_from_that_which_is_waited_for() 
             times=times((ATTEND, 101.0, 1.0), (REDUCE, 101.5, 1.0), (DOWN, 104.0, 1.0), (REDUCE, 105.5, 1.0))
         )
     )
-    assert made["communication"] == {"seconds": 2.0, "overlapped_s": 0.5, "overlap_share": 0.25}
+    assert made["communication"] == {
+        "calls": 2, "size_bytes": 0, "seconds": 2.0, "waited_s": 2.0,
+        "overlapped_s": 0.5, "overlap_share": 0.25,
+        "per_step": {"steps": 2, "seconds": 1.0, "overlapped_s": 0.25, "waited_s": 1.0},
+    }  # fmt: skip
+
+
+def begun(begin_s: float, seconds: float, *, waited_s: float) -> OperatorRun:
+    return OperatorRun(REDUCE, begin_s, seconds, size_bytes=4096, waited_s=waited_s)
+
+
+def test_a_sum_that_was_begun_holds_its_step_only_while_it_is_waited_for() -> None:
+    log = TimingLog(100)
+    log.add(ATTEND, 101.0, 0.5)
+    log.add_run(begun(101.5, 1.0, waited_s=0.25))
+    log.add(DOWN, 101.5, 0.75)
+    made = summarise(recording(times=log.times()))
+    by_class = {line["class"]: line["seconds"] for line in made["classes"]}
+    assert by_class == {ATTENTION: 0.5, MLP: 0.75, COMMUNICATION: 0.25, "host": 2.5}
+    (reduce,) = [line for line in made["operators"] if line["class"] == COMMUNICATION]
+    assert (reduce["calls"], reduce["size_bytes"], reduce["seconds"]) == (1, 4096, 0.25)
+    assert made["communication"]["overlapped_s"] == 0.75
+    assert made["communication"]["per_step"]["steps"] == 2
+    assert not any("no communication" in note for note in made["notes"])
+
+
+def test_the_table_has_collectives_with_their_bytes_and_what_steps_waited_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = TimingLog(100)
+    log.add_run(begun(101.5, 1.0, waited_s=0.25))
+    log.add(DOWN, 101.5, 0.75)
+    print_profile({"worker": "w", "trace": "t", **summarise(recording(times=log.times()))})
+    shown = capsys.readouterr().out
+    assert re.search(r"all_reduce, 4.0 KiB a call +250.0 +6.2% +1 +250000.0 +native: collectives", shown)
+    assert (
+        "communication under way 1000.0 ms, 75.0% of it behind computing; steps waited 250.0 ms for it"
+        in shown
+    )
+    assert (
+        "a step (mean of 2): 500.000 ms under way, 375.000 ms behind computing, 125.000 ms waited for"
+        in shown
+    )
+
+
+def test_sums_under_way_at_once_have_lanes_of_their_own_and_steps_say_what_they_waited_for() -> None:
+    log = TimingLog(100)
+    for run in (
+        begun(101.0, 1.0, waited_s=0.0),
+        begun(101.5, 1.5, waited_s=1.0),
+        begun(102.0, 0.5, waited_s=0.5),
+    ):
+        log.add_run(run)
+    made = recording(times=log.times())
+    trace = json.loads(write_trace(made, summarise(made)))
+    jsonschema.validate(trace, TRACE_SCHEMA)
+    names = {
+        each["tid"]: each["args"]["name"] for each in trace["traceEvents"] if each["name"] == "thread_name"
+    }
+    drawn = [each for each in trace["traceEvents"] if each.get("cat") == COMMUNICATION]
+    assert [names[each["tid"]] for each in drawn] == ["communication", "communication 2", "communication"]
+    assert drawn[1]["args"]["size_bytes"] == 4096
+    assert drawn[1]["args"]["waited_us"] == 1e6
+    first, second = (
+        each["args"]["communication"] for each in trace["traceEvents"] if each.get("cat") == "step"
+    )
+    assert (first["calls"], first["seconds"], first["waited_s"]) == (3, 2.0, 1.5)
+    assert second["calls"] == 0
+
+
+def test_steps_whose_operators_are_not_all_drawn_tell_nothing_of_their_communication() -> None:
+    log = TimingLog(2)
+    for run in ((REDUCE, 101.0, 0.5), (ATTEND, 101.5, 0.5), (REDUCE, 104.0, 0.5)):
+        log.add(*run)
+    assert summarise(recording(times=log.times()))["communication"]["per_step"]["steps"] == 0
+    whole = times((REDUCE, 101.0, 0.5), (ATTEND, 101.5, 0.5), (REDUCE, 104.0, 0.5))
+    assert summarise(recording(times=whole))["communication"]["per_step"]["steps"] == 2
 
 
 @given(

@@ -14,7 +14,15 @@ from chipmesh.device.v1alpha1.execution_pb2 import (
     StepResult,
 )
 from chipmesh.device.v1alpha1.sampling_pb2 import SamplingParameters
-from meshkit.errors import Aborted, InvalidArgument, ResourceExhausted, Unavailable
+from meshkit.errors import (
+    Aborted,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    MeshError,
+    ResourceExhausted,
+    Unavailable,
+)
 from plugins.hash.options import HashOptions
 from plugins.hash.runner import HashRunner
 from plugins.sdk.runner import LoadedModel, LoadOptions, Progress, RowFailure, StepBatch, StepOutput
@@ -135,3 +143,57 @@ def test_epochs_grow_with_every_attach(engine: StepEngine) -> None:
     assert engine.attach().epoch == before + 1
     with pytest.raises(Aborted):
         engine.execute(StepPlan(epoch=before, step_seq=1))
+
+
+# ---------------------------------------------------------------- ranks of a set
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        DeadlineExceeded("rank 1 did not come in time", reason="RANKS_MISSING"),
+        Unavailable("a rank was lost (rank 1 had not come)", reason="RANK_LOST"),
+    ],
+)
+def test_a_rank_that_is_missing_is_the_end_of_the_engine_and_is_named(
+    fault: MeshError, engine: StepEngine, runner: FailingRunner
+) -> None:
+    runner.fault = fault
+    with pytest.raises(Unavailable, match="rank 1") as caught:
+        enter(engine, 0)
+    assert caught.value.reason == fault.reason
+    assert engine.state is EngineState.FAILED
+    assert "the set is over: step 1" in engine.failure
+    with pytest.raises(Unavailable, match="rank 1"):
+        engine.attach()
+
+
+def test_of_several_causes_the_first_stays(engine: StepEngine) -> None:
+    engine.fail("rank 1 was lost", reason="RANK_LOST")
+    engine.fail("rank 0 was lost", reason="RANK_LOST")
+    assert engine.failure == "rank 1 was lost"
+
+
+def test_an_epoch_may_be_given_and_what_it_refused_is_remembered_until_the_next(engine: StepEngine) -> None:
+    assert engine.attach(7).epoch == 7
+    with pytest.raises(InvalidArgument):
+        engine.execute(StepPlan(epoch=7, step_seq=1, prefill=[PrefillChunk(slot=3, token_ids=[1])]))
+    assert engine.has_refused(7, 1)
+    assert not engine.has_refused(7, 2)
+    assert engine.attach().epoch == 8
+    assert not engine.has_refused(7, 1)
+
+
+def test_ranks_whose_pages_are_of_different_sizes_are_refused(
+    runner: FailingRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = StepEngine(runner)
+    engine.load(LoadModelRequest(), lambda _stage, _share: None)
+
+    def exchange(text: str) -> tuple[str, str]:
+        return text, text.replace('"page_size_tokens": 4', '"page_size_tokens": 8')
+
+    monkeypatch.setattr(runner, "exchange", exchange)
+    with pytest.raises(FailedPrecondition, match="rank 0: 4, rank 1: 8") as caught:
+        engine.allocate(AllocateKvCacheRequest(page_count=16, page_size_tokens=4, max_slots=4))
+    assert caught.value.reason == "PAGE_SIZES_DIFFER"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chipmesh.scheduler.v1alpha1.registry_pb2 import SwapOrder, SwapProgress
-from worker_svc import supervisor as supervisor_module
+from worker_svc import executor_set
 from worker_svc.config import WorkerConfig
 from worker_svc.supervisor import Supervisor
 
@@ -33,7 +33,7 @@ async def test_a_fault_of_ours_in_a_swap_is_told_and_the_next_order_is_taken(
     async def spawn(*_: Any, **__: Any) -> None:
         raise RuntimeError("a fault that nobody foresaw")
 
-    monkeypatch.setattr(supervisor_module, "spawn_executor", spawn)
+    monkeypatch.setattr(executor_set, "spawn_executor", spawn)
     registrar = Told()
     config = WorkerConfig(worker_id="w0", model="m", scheduler_address="127.0.0.1:1", cache_dir=tmp_path)
     supervisor = Supervisor(config, registrar)  # type: ignore[arg-type]

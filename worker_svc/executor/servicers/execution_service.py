@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from functools import partial
@@ -14,6 +15,8 @@ from chipmesh.device.v1alpha1.execution_pb2 import (
     AttachResponse,
     ExecuteStepsRequest,
     ExecuteStepsResponse,
+    FollowRequest,
+    FollowResponse,
     LoadModelRequest,
     LoadModelResponse,
     LoadProgress,
@@ -23,10 +26,12 @@ from chipmesh.device.v1alpha1.execution_pb2 import (
     UnloadModelResponse,
 )
 from chipmesh.device.v1alpha1.execution_pb2_grpc import ExecutionServiceServicer
-from meshkit.errors import Aborted, FailedPrecondition
+from meshkit.errors import Aborted, AlreadyExists, FailedPrecondition, MeshError
 from meshkit.rpc.handlers import Context
 from meshkit.telemetry.logging import get_logger
 from worker_svc.device_thread import DeviceThread
+from worker_svc.executor.follow_stream import FollowStream
+from worker_svc.executor.followers import Followers, OpenChannel
 from worker_svc.executor.step_stream import StepStream
 from worker_svc.profile.profiling import Profiling
 from worker_svc.step_engine import StepEngine
@@ -35,7 +40,10 @@ log = get_logger(__name__)
 
 
 class ExecutionService(ExecutionServiceServicer):
-    """One model on one device, for one scheduler at a time. facts: of the executor, for profiles."""
+    """One model on one device, or one rank's part of it, for one scheduler at a time.
+
+    open_channel: to another rank, by its address. facts: of the executor, for profiles.
+    """
 
     def __init__(
         self,
@@ -43,6 +51,7 @@ class ExecutionService(ExecutionServiceServicer):
         device: DeviceThread,
         *,
         instance_id: str,
+        open_channel: OpenChannel,
         facts: Mapping[str, str] | None = None,
     ) -> None:
         self._engine = engine
@@ -50,6 +59,11 @@ class ExecutionService(ExecutionServiceServicer):
         self._instance_id = instance_id
         self._profiling = Profiling(engine, device, facts=facts or {})
         self._streams: set[StepStream] = set()
+        self._epochs = itertools.count(1)
+        self._followers = Followers(engine, device, open_channel=open_channel, on_lost=self._set_is_over)
+        self._is_led = False
+        self.is_stopping = False
+        """Set where the process ends by order: then a set's end is no loss."""
 
     async def LoadModel(
         self, request: LoadModelRequest, context: Context
@@ -74,8 +88,7 @@ class ExecutionService(ExecutionServiceServicer):
     ) -> AllocateKvCacheResponse:
         """Allocate the pages."""
         del context
-        allocated = await self._device.submit(partial(self._engine.allocate, request))
-        return AllocateKvCacheResponse(allocated_bytes=allocated)
+        return await self._device.submit(partial(self._engine.allocate, request))
 
     async def Attach(self, request: AttachRequest, context: Context) -> AttachResponse:
         """Take the executor for a scheduler: fence the one before and open a new epoch."""
@@ -87,8 +100,11 @@ class ExecutionService(ExecutionServiceServicer):
                 reason="OTHER_INSTANCE",
                 instance_id=self._instance_id,
             )
+        self._require_leader()
         self._fence(f"scheduler {request.scheduler_id!r} attached")
-        attached = await self._device.submit(self._engine.attach)
+        epoch = next(self._epochs)
+        self._followers.attach(epoch)
+        attached = await self._device.submit(partial(self._engine.attach, epoch))
         # A stream of the epoch before may have been opened while this waited for its turn.
         self._fence(f"scheduler {request.scheduler_id!r} attached")
         log.info("scheduler attached", scheduler_id=request.scheduler_id, epoch=attached.epoch)
@@ -99,11 +115,12 @@ class ExecutionService(ExecutionServiceServicer):
     ) -> AsyncIterator[ExecuteStepsResponse]:
         """Take plans and send results, in order; plans are queued on the device ahead of results."""
         del context
+        self._require_leader()
 
         def take_over() -> None:
             self._fence("its scheduler opened another one", but=stream)
 
-        stream = StepStream(self._engine, self._device, take_over=take_over)
+        stream = StepStream(self._engine, self._device, followers=self._followers, take_over=take_over)
         self._streams.add(stream)
         try:
             async with aclosing(stream.run(request_iterator)) as results:
@@ -112,17 +129,67 @@ class ExecutionService(ExecutionServiceServicer):
         finally:
             self._streams.discard(stream)
 
+    async def Follow(
+        self, request_iterator: AsyncIterator[FollowRequest], context: Context
+    ) -> AsyncIterator[FollowResponse]:
+        """Do what the leader does, until its stream ends, which is the end of the set."""
+        del context
+        self._begin_to_follow()
+        stream = FollowStream(self._engine, self._device)
+        try:
+            async with aclosing(stream.run(request_iterator)) as answers:
+                async for answer in answers:
+                    yield answer
+        finally:
+            if not self.is_stopping:
+                leader = next(iter(self._engine.ranks), None)
+                where = f" at {leader.address}" if leader is not None else ""
+                self._engine.fail(f"the set is over: its leader, rank 0{where}, was lost", reason="RANK_LOST")
+
     async def Profile(self, request: ProfileRequest, context: Context) -> ProfileResponse:
         """Record the device while it serves."""
         del context
         return ProfileResponse(chrome_trace=await self._profiling.run(request.duration))
 
     async def UnloadModel(self, request: UnloadModelRequest, context: Context) -> UnloadModelResponse:
-        """Free the model and the pages."""
+        """Free the model and the pages; of a set its end."""
         del request, context
         self._fence("the model is unloaded")
+        await self._followers.close()
         await self._device.submit(self._engine.unload)
         return UnloadModelResponse()
+
+    async def close(self) -> None:
+        """End what this executor leads."""
+        await self._followers.close()
+
+    def _require_leader(self) -> None:
+        if rank := self._engine.rank:
+            raise FailedPrecondition(
+                f"this executor is rank {rank} of a set; a scheduler attaches to rank 0, which leads it",
+                reason="NOT_THE_LEADER",
+                rank=rank,
+            )
+
+    def _begin_to_follow(self) -> None:
+        if not self._engine.rank:
+            raise FailedPrecondition(
+                "this executor leads its set, or is alone; only the other ranks follow",
+                reason="NOT_A_FOLLOWER",
+            )
+        if self._is_led:
+            raise AlreadyExists(
+                f"rank {self._engine.rank} is led already, once for the life of its set", reason="IS_LED"
+            )
+        self._is_led = True
+
+    def _set_is_over(self, error: MeshError) -> None:
+        """A rank was lost: no step can be right any more, and those that run may never end."""
+        if self.is_stopping:
+            return
+        self._engine.fail(error.message, reason=error.reason)
+        for stream in self._streams:
+            stream.fence(error)
 
     def _fence(self, why: str, *, but: StepStream | None = None) -> None:
         for stream in self._streams - {but}:

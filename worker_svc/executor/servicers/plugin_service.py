@@ -74,7 +74,7 @@ class PluginService(PluginServiceServicer):
 
     def _readiness(self) -> tuple[ProbeResponse.Readiness.ValueType, str]:
         if self._engine.failure:
-            return ProbeResponse.READINESS_UNHEALTHY, f"the device failed while {self._engine.failure}"
+            return ProbeResponse.READINESS_UNHEALTHY, self._engine.failure
         if self._engine.state is not EngineState.READY:
             return ProbeResponse.READINESS_INITIALISING, self._engine.state.value
         busy_s = self._device.busy_for()

@@ -94,9 +94,13 @@ later ones over earlier ones, objects field by field.
   "executor" (dict "listen" "0.0.0.0:0")
   "drain_timeout_s" $group.drainSeconds }}
 {{- with $group.threads }}{{ $_ := set $own.executor "threads" . }}{{ end }}
+{{- $sizes := dict }}
+{{- if gt (int $group.ranks) 1 }}
+{{- $sizes = dict "tensor_parallel_size" (len (dig "config" "devices" (list 0) $group)) "pipeline_parallel_size" (int $group.ranks) }}
+{{- end }}
 {{- $chip := dict "backend" $group.backend }}
 {{- with $group.backendOptions }}{{ $_ := set $chip "backend_options" . }}{{ end -}}
-10-worker.json: {{ mergeOverwrite (deepCopy ($group.config | default dict)) $own | toPrettyJson | quote }}
+10-worker.json: {{ mergeOverwrite $sizes (deepCopy ($group.config | default dict)) $own | toPrettyJson | quote }}
 20-chip.json: {{ $chip | toJson | quote }}
 {{- include "chipmesh.sharedConfiguration" (dict "root" .root "folder" "") }}
 {{- end }}

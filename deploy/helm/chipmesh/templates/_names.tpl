@@ -41,7 +41,7 @@ imagePullPolicy: {{ .root.Values.images.pullPolicy }}
 {{- $_ := set $group "modelPath" ($served.path | default "") }}
 {{- end -}}
 {{- if and (gt (int $group.ranks) 1) (not .root.Values.tensorParallel.enabled) }}
-{{- fail (printf "groups: group %q has ranks %d; this wants tensorParallel.enabled, and services that know ranks" $group.name (int $group.ranks)) }}
+{{- fail (printf "groups: group %q has ranks %d; this wants tensorParallel.enabled, and the LeaderWorkerSet controller" $group.name (int $group.ranks)) }}
 {{- end -}}
 {{- if and $group.autoscaling (gt (int $group.ranks) 1) }}
 {{- fail (printf "groups: group %q has ranks and autoscaling; a LeaderWorkerSet is not scaled by this chart" $group.name) }}
@@ -56,17 +56,13 @@ imagePullPolicy: {{ .root.Values.images.pullPolicy }}
 {{ include "chipmesh.fullname" .root }}-worker-{{ .group.name }}
 {{- end }}
 
-{{/* The ids that a group's workers may have, which are their pods' names, one per line. */}}
+{{/* The ids that a group's workers may have, which are their (first) pods' names, one per line. */}}
 {{- define "chipmesh.workerIds" -}}
 {{- $name := include "chipmesh.workerName" . -}}
 {{- $most := int .group.replicas -}}
 {{- with .group.autoscaling }}{{ $most = max $most (int .maxReplicas) }}{{ end -}}
-{{- $ranks := int .group.ranks -}}
 {{- range $replica := until (int $most) }}
 {{ $name }}-{{ $replica }}
-{{- range $rank := untilStep 1 $ranks 1 }}
-{{ $name }}-{{ $replica }}-{{ $rank }}
-{{- end }}
 {{- end }}
 {{- end }}
 

@@ -1,6 +1,12 @@
+{{/* The worker's id, in a shell: its pod's name; of ranks over several pods the first one's, whose certificate all have. */}}
+{{- define "chipmesh.workerId" -}}
+{{ if gt (int .of.ranks) 1 }}${LWS_LEADER_ADDRESS%%.*}{{ else }}$POD_NAME{{ end }}
+{{- end }}
+
 {{/*
-Writes the worker's configuration with what only the pod knows: its name is the worker's id, and its address is where the
+Writes the worker's configuration with what only the pod knows: its id, and its address, which is where the
 scheduler finds the executor (an address, not a name, so that no stale look-up stands between a new pod and its traffic).
+LWS_*: of the LeaderWorkerSet controller, for all containers.
 */}}
 {{- define "chipmesh.identity" -}}
 - name: identity
@@ -8,11 +14,16 @@ scheduler finds the executor (an address, not a name, so that no stale look-up s
   command: [sh, -ec]
   args:
     - |
+      id="{{ include "chipmesh.workerId" . }}"
       cp /etc/chipmesh-group/*.json /etc/chipmesh/
-      printf '{"worker_id": "%s", "executor": {"advertise": "%s"}}\n' "$POD_NAME" "$POD_IP" \
+      printf '{"worker_id": "%s", "executor": {"advertise": "%s"}}\n' "$id" "$POD_IP" \
         > /etc/chipmesh/50-identity.json
+      {{- if gt (int .of.ranks) 1 }}
+      printf '{"rendezvous": "%s:29600", "first_rank": %d}\n' "$LWS_LEADER_ADDRESS" \
+        "$((LWS_WORKER_INDEX * {{ len (dig "config" "devices" (list 0) .of) }}))" > /etc/chipmesh/55-rank.json
+      {{- end }}
       {{- if ne .root.Values.tls.mode "none" }}
-      folder="/etc/chipmesh-tls/$POD_NAME"
+      folder="/etc/chipmesh-tls/$id"
       printf '{"tls": {"certificate": "%s", "key": "%s", "authority": "%s"}}\n' \
         "$folder/certificate.pem" "$folder/key.pem" "$folder/authority.pem" > /etc/chipmesh/60-tls.json
       {{- end }}
@@ -36,8 +47,9 @@ scheduler finds the executor (an address, not a name, so that no stale look-up s
   command: [sh, -ec]
   args:
     - |
-      until test -s "/etc/chipmesh-tls/$POD_NAME/certificate.pem"; do
-        echo "waiting for Secret {{ .root.Values.tls.secretPrefix }}-worker-$POD_NAME"; sleep 2
+      id="{{ include "chipmesh.workerId" . }}"
+      until test -s "/etc/chipmesh-tls/$id/certificate.pem"; do
+        echo "waiting for Secret {{ .root.Values.tls.secretPrefix }}-worker-$id"; sleep 2
       done
   env:
     - name: POD_NAME

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace chipmesh {
 
@@ -9,6 +10,7 @@ namespace {
 
 constexpr std::int64_t kFewRows = 4;  // so many rows each thread normalises for itself: less than a wait costs
 constexpr std::int64_t kPiecesPerThread = 8;
+constexpr std::int64_t kTiles = 16384;  // results of a product that a thread keeps before it passes them on: 64 KiB
 
 template <class Value>
 void grow(std::vector<Value>& memory, std::int64_t size) {
@@ -105,7 +107,7 @@ void Step::make_room() {
     locals_.resize(team_.size());
     for (Local& own : locals_) {
         grow(own.normed, kFewRows * s.hidden);
-        grow(own.tile, (kGroupRows + kernels_.max_rows) * kPanel);
+        grow(own.tiles, std::max((kGroupRows + kernels_.max_rows) * kPanel, kTiles));
         grow(own.scratch, kScratch);
         grow(own.partials, 2 * partial);
         if (model_.int8) grow(own.rounded, rounded_words(kFewRows, widest));
@@ -247,22 +249,37 @@ void Step::multiply(Walk& walk, Phase phase, const Matrix& matrix, const Input& 
                     const Finish& finish) {
     const std::int64_t per_group = std::max<std::int64_t>(kGroupRows / kernels_.max_rows, 1);
     const std::int64_t groups = (blocks.count + per_group - 1) / per_group, pieces = matrix.panels * groups;
+    const std::int64_t rows = std::min<std::int64_t>(per_group * kernels_.max_rows, blocks.rows), tile = rows * kPanel;
     Local& own = locals_[walk.thread()];
-    walk.each(pieces, [&](std::int64_t piece) {
-        const std::int64_t panel = piece / groups, from = piece % groups * per_group;
-        const std::int64_t to = std::min(from + per_group, blocks.count);
-        float* sums = own.tile.data();
-        if (matrix.int8)
-            kernels_.multiply_int8(a.rounded, blocks, from, to, matrix.inner, matrix.encoding, matrix.panel(panel), sums);
-        else
-            kernels_.multiply(a.values, blocks, from, to, matrix.inner, matrix.encoding, matrix.panel(panel), sums,
-                              own.scratch.data());
-        const std::int64_t column = panel * kPanel, columns = std::min<std::int64_t>(kPanel, matrix.outputs - column);
-        for (std::int64_t block = from; block < to; sums += blocks.size(block) * kPanel, ++block) {
-            if (!matrix.bias.empty()) add_bias(sums, blocks.size(block), matrix.bias.data() + column, columns);
-            finish(Tile{blocks.first(block), blocks.size(block), column, columns, sums});
+    const auto blocks_of = [&](std::int64_t piece) {
+        const std::int64_t from = piece % groups * per_group;
+        return std::pair{from, std::min(from + per_group, blocks.count)};
+    };
+    const auto compute = [&](std::int64_t first, std::int64_t last) {
+        float* sums = own.tiles.data();
+        for (std::int64_t piece = first; piece < last; ++piece, sums += tile) {
+            const auto [from, to] = blocks_of(piece);
+            const std::uint8_t* panel = matrix.panel(piece / groups);
+            if (matrix.int8)
+                kernels_.multiply_int8(a.rounded, blocks, from, to, matrix.inner, matrix.encoding, panel, sums);
+            else
+                kernels_.multiply(a.values, blocks, from, to, matrix.inner, matrix.encoding, panel, sums, own.scratch.data());
         }
-    });
+    };
+    const auto pass_on = [&](std::int64_t first, std::int64_t last) {
+        for (std::int64_t piece = first; piece < last; ++piece) {
+            const std::int64_t column = piece / groups * kPanel;
+            const std::int64_t columns = std::min<std::int64_t>(kPanel, matrix.outputs - column);
+            float* sums = own.tiles.data() + (piece - first) * tile;
+            const auto [from, to] = blocks_of(piece);
+            for (std::int64_t block = from; block < to; sums += blocks.size(block) * kPanel, ++block) {
+                if (!matrix.bias.empty()) add_bias(sums, blocks.size(block), matrix.bias.data() + column, columns);
+                finish(Tile{blocks.first(block), blocks.size(block), column, columns, sums});
+            }
+        }
+    };
+    const std::int64_t most = std::max<std::int64_t>(kTiles / tile, 1), work = rows * matrix.inner * kPanel;
+    walk.each(pieces, most, work, compute, pass_on);
     ended(walk, phase);
 }
 
@@ -271,7 +288,7 @@ void Step::multiply_alone(const Matrix& matrix, const float* a, std::int64_t row
     const Blocks blocks = Blocks::of(rows, kernels_.max_rows);
     locals_.resize(team_.size());
     for (Local& own : locals_) {
-        grow(own.tile, (kGroupRows + kernels_.max_rows) * kPanel);
+        grow(own.tiles, std::max((kGroupRows + kernels_.max_rows) * kPanel, kTiles));
         grow(own.scratch, kScratch);
         grow(own.rounded, rounded_words(kFewRows, matrix.inner));
     }

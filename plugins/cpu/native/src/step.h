@@ -62,7 +62,7 @@ class Step {
 
   private:
     struct Local {
-        std::vector<float> normed, tile, scratch, partials;
+        std::vector<float> normed, tiles, scratch, partials;
         std::vector<std::int32_t> rounded;
     };
     // What a product multiplies: rows in blocks, as float32 or as int8, as its matrix has it.

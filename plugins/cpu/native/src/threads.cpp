@@ -4,7 +4,7 @@
 
 namespace chipmesh {
 
-Team::Team(int size) : size_(size) {
+Team::Team(int size) : size_(size), hands_(new Hand[size]) {
     try {
         for (int thread = 1; thread < size; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
     } catch (...) {
@@ -63,11 +63,28 @@ Team::Range Team::take(std::uint32_t phase, std::int64_t count, std::int64_t mos
     }
 }
 
-void Team::complete(std::uint32_t phase, std::int64_t pieces, std::int64_t count) {
-    if (done_.fetch_add(pieces, std::memory_order_acq_rel) + pieces < count) return;
-    done_.store(0, std::memory_order_relaxed);
-    state_.store(static_cast<std::uint64_t>(phase + 1) << 32);
-    wake();
+bool Team::advance(std::uint32_t phase, std::int64_t count) {
+    std::uint64_t state = state_.load(std::memory_order_acquire);
+    if (state >> 32 != phase) return true;
+    if (static_cast<std::uint32_t>(state) < count) return false;
+    // Whoever took a piece had begun before, so its hand shows it, or it has ended.
+    for (int thread = 0; thread < size_; ++thread)
+        if (hands_[thread].holds(phase)) return false;
+    if (state_.compare_exchange_strong(state, static_cast<std::uint64_t>(phase + 1) << 32)) wake();
+    return true;
+}
+
+bool Team::spin(std::uint32_t phase, std::int64_t count, std::int64_t turns) {
+    for (; turns > 0; --turns) {
+        if (advance(phase, count)) return true;
+        detail::relax();
+    }
+    return false;
+}
+
+// Who is the last to empty its hand sees that all are empty, and wakes those that sleep.
+void Team::meet(std::uint32_t phase, std::int64_t count) {
+    if (!spin(phase, count, kTurns)) await([this, phase] { return this->phase() != phase; });
 }
 
 // Both counters are sequentially consistent: a sleeper either sees what has changed, or is counted here.

@@ -34,6 +34,7 @@ class LoadModelRequest(_message.Message):
     STRICT_FIELD_NUMBER: _builtins.int
     CACHE_DIR_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
+    PARALLEL_FIELD_NUMBER: _builtins.int
     model_path: _builtins.str
     """Folder or file of the model, as the executor's host sees it."""
     load_format: _builtins.str
@@ -50,6 +51,12 @@ class LoadModelRequest(_message.Message):
     """Folder for converted model descriptions; empty: the user's cache folder."""
     quantization: _builtins.str
     """How the model is quantised: empty (not), w8a8 or w4a16 (weights, as they are loaded), a8 (activations, weights as stored)."""
+    @_builtins.property
+    def parallel(self) -> Global___ParallelPlace:
+        """This executor's place in a set of ranks that run the model together; absent: it runs all of it. FAILED_PRECONDITION where the backend
+        runs models on one device only.
+        """
+
     def __init__(
         self,
         *,
@@ -61,14 +68,65 @@ class LoadModelRequest(_message.Message):
         strict: _builtins.bool = ...,
         cache_dir: _builtins.str = ...,
         quantization: _builtins.str = ...,
+        parallel: Global___ParallelPlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parallel", b"parallel"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_dir", b"cache_dir", "device", b"device", "dtype", b"dtype", "kv_cache_dtype", b"kv_cache_dtype", "load_format", b"load_format", "model_path", b"model_path", "quantization", b"quantization", "strict", b"strict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_dir", b"cache_dir", "device", b"device", "dtype", b"dtype", "kv_cache_dtype", b"kv_cache_dtype", "load_format", b"load_format", "model_path", b"model_path", "parallel", b"parallel", "quantization", b"quantization", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadModelRequest: _TypeAlias = LoadModelRequest  # noqa: Y015
+
+@_typing.final
+class ParallelPlace(_message.Message):
+    """ParallelPlace is one rank of a set: executors that run one model together, each with its part of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
+    JOIN_TIMEOUT_FIELD_NUMBER: _builtins.int
+    STEP_TIMEOUT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """This one, from 0: stage by stage, within a stage by tensor rank. Rank 0 leads."""
+    tensor_parallel_size: _builtins.int
+    """Ranks that share each layer."""
+    pipeline_parallel_size: _builtins.int
+    """Stages that the layers are split over."""
+    rendezvous: _builtins.str
+    """Where the ranks meet, "tcp://HOST:PORT", held by rank 0; new for each life of the set."""
+    address: _builtins.str
+    """Where the other ranks reach this executor."""
+    @_builtins.property
+    def join_timeout(self) -> _duration_pb2.Duration:
+        """Until all ranks must have come, their weights read."""
+
+    @_builtins.property
+    def step_timeout(self) -> _duration_pb2.Duration:
+        """For each piece of communication within a step; a rank that does not come by then is named, and the set is over."""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        tensor_parallel_size: _builtins.int = ...,
+        pipeline_parallel_size: _builtins.int = ...,
+        rendezvous: _builtins.str = ...,
+        join_timeout: _duration_pb2.Duration | None = ...,
+        step_timeout: _duration_pb2.Duration | None = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["join_timeout", b"join_timeout", "step_timeout", b"step_timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "join_timeout", b"join_timeout", "pipeline_parallel_size", b"pipeline_parallel_size", "rank", b"rank", "rendezvous", b"rendezvous", "step_timeout", b"step_timeout", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParallelPlace: _TypeAlias = ParallelPlace  # noqa: Y015
 
 @_typing.final
 class LoadModelResponse(_message.Message):
@@ -331,20 +389,68 @@ class AllocateKvCacheResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ALLOCATED_BYTES_FIELD_NUMBER: _builtins.int
+    PAGE_COUNT_FIELD_NUMBER: _builtins.int
+    MAX_SLOTS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     allocated_bytes: _builtins.int
     """Bytes of all pages."""
+    page_count: _builtins.int
+    """Number of pages: the least that a rank of the set was asked for."""
+    max_slots: _builtins.int
+    """Number of slots, likewise."""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankInfo]:
+        """All ranks of the set in order; of one that is alone itself."""
+
     def __init__(
         self,
         *,
         allocated_bytes: _builtins.int = ...,
+        page_count: _builtins.int = ...,
+        max_slots: _builtins.int = ...,
+        ranks: _abc.Iterable[Global___RankInfo] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated_bytes", b"allocated_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated_bytes", b"allocated_bytes", "max_slots", b"max_slots", "page_count", b"page_count", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AllocateKvCacheResponse: _TypeAlias = AllocateKvCacheResponse  # noqa: Y015
+
+@_typing.final
+class RankInfo(_message.Message):
+    """RankInfo tells which process a rank is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """The rank."""
+    address: _builtins.str
+    """Where the other ranks reach it; empty where there are none."""
+    device: _builtins.int
+    """Device index, as its host counts."""
+    pid: _builtins.int
+    """Process id, as its host counts."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        address: _builtins.str = ...,
+        device: _builtins.int = ...,
+        pid: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankInfo: _TypeAlias = RankInfo  # noqa: Y015
 
 @_typing.final
 class AttachRequest(_message.Message):
@@ -459,6 +565,90 @@ class ExecuteStepsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExecuteStepsResponse: _TypeAlias = ExecuteStepsResponse  # noqa: Y015
+
+@_typing.final
+class FollowRequest(_message.Message):
+    """FollowRequest is one thing that the leader does; the other ranks do it, too."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTACH_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def attach(self) -> Global___FollowAttach:
+        """A scheduler attached: all slots are dropped."""
+
+    @_builtins.property
+    def steps(self) -> Global___ExecuteStepsRequest:
+        """Plans to run, as the leader got them."""
+
+    def __init__(
+        self,
+        *,
+        attach: Global___FollowAttach | None = ...,
+        steps: Global___ExecuteStepsRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "event", b"event", "steps", b"steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "event", b"event", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["attach", "steps"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___FollowRequest: _TypeAlias = FollowRequest  # noqa: Y015
+
+@_typing.final
+class FollowAttach(_message.Message):
+    """FollowAttach opens an epoch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The leader's new epoch."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowAttach: _TypeAlias = FollowAttach  # noqa: Y015
+
+@_typing.final
+class FollowResponse(_message.Message):
+    """FollowResponse tells that a message was carried out, or refused as the leader should have refused it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_SEQ_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch of the message."""
+    step_seq: _builtins.int
+    """Number of its last plan that was looked at; 0 for an attach."""
+    error: _builtins.str
+    """Why that plan did not run, nor those behind it; empty where all did."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        step_seq: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "step_seq", b"step_seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowResponse: _TypeAlias = FollowResponse  # noqa: Y015
 
 @_typing.final
 class StepPlan(_message.Message):

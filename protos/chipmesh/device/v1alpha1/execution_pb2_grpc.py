@@ -55,6 +55,11 @@ class ExecutionServiceStub:
                 request_serializer=chipmesh_dot_device_dot_v1alpha1_dot_execution__pb2.ExecuteStepsRequest.SerializeToString,
                 response_deserializer=chipmesh_dot_device_dot_v1alpha1_dot_execution__pb2.ExecuteStepsResponse.FromString,
                 _registered_method=True)
+        self.Follow = channel.stream_stream(
+                '/chipmesh.device.v1alpha1.ExecutionService/Follow',
+                request_serializer=chipmesh_dot_device_dot_v1alpha1_dot_execution__pb2.FollowRequest.SerializeToString,
+                response_deserializer=chipmesh_dot_device_dot_v1alpha1_dot_execution__pb2.FollowResponse.FromString,
+                _registered_method=True)
         self.Profile = channel.unary_unary(
                 '/chipmesh.device.v1alpha1.ExecutionService/Profile',
                 request_serializer=chipmesh_dot_device_dot_v1alpha1_dot_execution__pb2.ProfileRequest.SerializeToString,
@@ -89,6 +94,7 @@ class ExecutionServiceServicer:
 
     def Attach(self, request, context):
         """Attach takes the executor for one scheduler: it issues a new epoch, ends an older ExecuteSteps stream and drops all slots.
+        FAILED_PRECONDITION on a rank other than the first of a set: it follows its leader.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,6 +105,15 @@ class ExecutionServiceServicer:
         steps of a small model do. Results leave at the latest when those of all plans of a request are there. The first plan's epoch must be the one of the last Attach.
         ABORTED: stale epoch or a gap in step_seq (the caller attaches again and sends a full plan); INVALID_ARGUMENT: a plan that
         contradicts the executor's state; UNAVAILABLE: the device failed (the supervisor replaces the executor).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Follow(self, request_iterator, context):
+        """Follow hands a set's step plans on. Its leader (rank 0) calls it on each other rank, once for the life of the set; the call's end is
+        the end of the set, on both sides. An answer comes for each message, in order. FAILED_PRECONDITION: this executor is the leader, or
+        alone; ALREADY_EXISTS: the set is being led; UNAVAILABLE: the set is over (the supervisor replaces all of it).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,6 +156,11 @@ def add_ExecutionServiceServicer_to_server(servicer, server):
                     servicer.ExecuteSteps,
                     request_deserializer=chipmesh_dot_device_dot_v1alpha1_dot_execution__pb2.ExecuteStepsRequest.FromString,
                     response_serializer=chipmesh_dot_device_dot_v1alpha1_dot_execution__pb2.ExecuteStepsResponse.SerializeToString,
+            ),
+            'Follow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=chipmesh_dot_device_dot_v1alpha1_dot_execution__pb2.FollowRequest.FromString,
+                    response_serializer=chipmesh_dot_device_dot_v1alpha1_dot_execution__pb2.FollowResponse.SerializeToString,
             ),
             'Profile': grpc.unary_unary_rpc_method_handler(
                     servicer.Profile,
@@ -262,6 +282,33 @@ class ExecutionService:
             '/chipmesh.device.v1alpha1.ExecutionService/ExecuteSteps',
             chipmesh_dot_device_dot_v1alpha1_dot_execution__pb2.ExecuteStepsRequest.SerializeToString,
             chipmesh_dot_device_dot_v1alpha1_dot_execution__pb2.ExecuteStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/chipmesh.device.v1alpha1.ExecutionService/Follow',
+            chipmesh_dot_device_dot_v1alpha1_dot_execution__pb2.FollowRequest.SerializeToString,
+            chipmesh_dot_device_dot_v1alpha1_dot_execution__pb2.FollowResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,12 +41,19 @@ class ExecutionServiceStub:
     AllocateKvCache: _grpc.UnaryUnaryMultiCallable[_execution_pb2.AllocateKvCacheRequest, _execution_pb2.AllocateKvCacheResponse]
     """AllocateKvCache allocates the pages. RESOURCE_EXHAUSTED: they do not fit. Idempotent for the same request."""
     Attach: _grpc.UnaryUnaryMultiCallable[_execution_pb2.AttachRequest, _execution_pb2.AttachResponse]
-    """Attach takes the executor for one scheduler: it issues a new epoch, ends an older ExecuteSteps stream and drops all slots."""
+    """Attach takes the executor for one scheduler: it issues a new epoch, ends an older ExecuteSteps stream and drops all slots.
+    FAILED_PRECONDITION on a rank other than the first of a set: it follows its leader.
+    """
     ExecuteSteps: _grpc.StreamStreamMultiCallable[_execution_pb2.ExecuteStepsRequest, _execution_pb2.ExecuteStepsResponse]
     """ExecuteSteps takes step plans in order and returns their results in order; a message may carry several, as a message costs what many
     steps of a small model do. Results leave at the latest when those of all plans of a request are there. The first plan's epoch must be the one of the last Attach.
     ABORTED: stale epoch or a gap in step_seq (the caller attaches again and sends a full plan); INVALID_ARGUMENT: a plan that
     contradicts the executor's state; UNAVAILABLE: the device failed (the supervisor replaces the executor).
+    """
+    Follow: _grpc.StreamStreamMultiCallable[_execution_pb2.FollowRequest, _execution_pb2.FollowResponse]
+    """Follow hands a set's step plans on. Its leader (rank 0) calls it on each other rank, once for the life of the set; the call's end is
+    the end of the set, on both sides. An answer comes for each message, in order. FAILED_PRECONDITION: this executor is the leader, or
+    alone; ALREADY_EXISTS: the set is being led; UNAVAILABLE: the set is over (the supervisor replaces all of it).
     """
     Profile: _grpc.UnaryUnaryMultiCallable[_execution_pb2.ProfileRequest, _execution_pb2.ProfileResponse]
     """Profile records the device for a while. ALREADY_EXISTS while another one runs, INVALID_ARGUMENT for
@@ -68,12 +75,19 @@ class ExecutionServiceAsyncStub(ExecutionServiceStub):
     AllocateKvCache: _aio.UnaryUnaryMultiCallable[_execution_pb2.AllocateKvCacheRequest, _execution_pb2.AllocateKvCacheResponse]  # type: ignore[assignment]
     """AllocateKvCache allocates the pages. RESOURCE_EXHAUSTED: they do not fit. Idempotent for the same request."""
     Attach: _aio.UnaryUnaryMultiCallable[_execution_pb2.AttachRequest, _execution_pb2.AttachResponse]  # type: ignore[assignment]
-    """Attach takes the executor for one scheduler: it issues a new epoch, ends an older ExecuteSteps stream and drops all slots."""
+    """Attach takes the executor for one scheduler: it issues a new epoch, ends an older ExecuteSteps stream and drops all slots.
+    FAILED_PRECONDITION on a rank other than the first of a set: it follows its leader.
+    """
     ExecuteSteps: _aio.StreamStreamMultiCallable[_execution_pb2.ExecuteStepsRequest, _execution_pb2.ExecuteStepsResponse]  # type: ignore[assignment]
     """ExecuteSteps takes step plans in order and returns their results in order; a message may carry several, as a message costs what many
     steps of a small model do. Results leave at the latest when those of all plans of a request are there. The first plan's epoch must be the one of the last Attach.
     ABORTED: stale epoch or a gap in step_seq (the caller attaches again and sends a full plan); INVALID_ARGUMENT: a plan that
     contradicts the executor's state; UNAVAILABLE: the device failed (the supervisor replaces the executor).
+    """
+    Follow: _aio.StreamStreamMultiCallable[_execution_pb2.FollowRequest, _execution_pb2.FollowResponse]  # type: ignore[assignment]
+    """Follow hands a set's step plans on. Its leader (rank 0) calls it on each other rank, once for the life of the set; the call's end is
+    the end of the set, on both sides. An answer comes for each message, in order. FAILED_PRECONDITION: this executor is the leader, or
+    alone; ALREADY_EXISTS: the set is being led; UNAVAILABLE: the set is over (the supervisor replaces all of it).
     """
     Profile: _aio.UnaryUnaryMultiCallable[_execution_pb2.ProfileRequest, _execution_pb2.ProfileResponse]  # type: ignore[assignment]
     """Profile records the device for a while. ALREADY_EXISTS while another one runs, INVALID_ARGUMENT for
@@ -110,7 +124,9 @@ class ExecutionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _execution_pb2.AttachRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_execution_pb2.AttachResponse, _abc.Awaitable[_execution_pb2.AttachResponse]]:
-        """Attach takes the executor for one scheduler: it issues a new epoch, ends an older ExecuteSteps stream and drops all slots."""
+        """Attach takes the executor for one scheduler: it issues a new epoch, ends an older ExecuteSteps stream and drops all slots.
+        FAILED_PRECONDITION on a rank other than the first of a set: it follows its leader.
+        """
 
     @_abc_1.abstractmethod
     def ExecuteSteps(
@@ -122,6 +138,17 @@ class ExecutionServiceServicer(metaclass=_abc_1.ABCMeta):
         steps of a small model do. Results leave at the latest when those of all plans of a request are there. The first plan's epoch must be the one of the last Attach.
         ABORTED: stale epoch or a gap in step_seq (the caller attaches again and sends a full plan); INVALID_ARGUMENT: a plan that
         contradicts the executor's state; UNAVAILABLE: the device failed (the supervisor replaces the executor).
+        """
+
+    @_abc_1.abstractmethod
+    def Follow(
+        self,
+        request_iterator: _MaybeAsyncIterator[_execution_pb2.FollowRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_execution_pb2.FollowResponse], _abc.AsyncIterator[_execution_pb2.FollowResponse]]:
+        """Follow hands a set's step plans on. Its leader (rank 0) calls it on each other rank, once for the life of the set; the call's end is
+        the end of the set, on both sides. An answer comes for each message, in order. FAILED_PRECONDITION: this executor is the leader, or
+        alone; ALREADY_EXISTS: the set is being led; UNAVAILABLE: the set is over (the supervisor replaces all of it).
         """
 
     @_abc_1.abstractmethod

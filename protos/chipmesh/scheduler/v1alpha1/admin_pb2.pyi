@@ -3,6 +3,7 @@
 isort:skip_file
 """
 
+from chipmesh.device.v1alpha1 import execution_pb2 as _execution_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
@@ -343,6 +344,9 @@ class ReplicaStatus(_message.Message):
     EXECUTOR_PID_FIELD_NUMBER: _builtins.int
     SUPERVISOR_PID_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """The worker."""
     chip: _builtins.str
@@ -377,9 +381,17 @@ class ReplicaStatus(_message.Message):
     """Process id of the supervisor."""
     message: _builtins.str
     """Why it is in its state, where that needs words."""
+    tensor_parallel_size: _builtins.int
+    """Ranks that share each layer."""
+    pipeline_parallel_size: _builtins.int
+    """Stages that the layers are split over."""
     @_builtins.property
     def pages(self) -> Global___PageStatus:
         """Its pages."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[_execution_pb2.RankInfo]:
+        """The ranks that run the model; one where it is not split."""
 
     def __init__(
         self,
@@ -402,10 +414,13 @@ class ReplicaStatus(_message.Message):
         executor_pid: _builtins.int = ...,
         supervisor_pid: _builtins.int = ...,
         message: _builtins.str = ...,
+        ranks: _abc.Iterable[_execution_pb2.RankInfo] | None = ...,
+        tensor_parallel_size: _builtins.int = ...,
+        pipeline_parallel_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chip", b"chip", "chunk_tokens", b"chunk_tokens", "emulated", b"emulated", "epoch", b"epoch", "executor_pid", b"executor_pid", "instance_id", b"instance_id", "max_running_requests", b"max_running_requests", "message", b"message", "numeric_class", b"numeric_class", "page_size_tokens", b"page_size_tokens", "pages", b"pages", "retracted_count", b"retracted_count", "running", b"running", "state", b"state", "step_seq", b"step_seq", "supervisor_pid", b"supervisor_pid", "waiting", b"waiting", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chip", b"chip", "chunk_tokens", b"chunk_tokens", "emulated", b"emulated", "epoch", b"epoch", "executor_pid", b"executor_pid", "instance_id", b"instance_id", "max_running_requests", b"max_running_requests", "message", b"message", "numeric_class", b"numeric_class", "page_size_tokens", b"page_size_tokens", "pages", b"pages", "pipeline_parallel_size", b"pipeline_parallel_size", "ranks", b"ranks", "retracted_count", b"retracted_count", "running", b"running", "state", b"state", "step_seq", b"step_seq", "supervisor_pid", b"supervisor_pid", "tensor_parallel_size", b"tensor_parallel_size", "waiting", b"waiting", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -542,6 +557,9 @@ class SwapChipRequest(_message.Message):
     BACKEND_OPTIONS_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     NEVER_PAUSE_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """The worker."""
     backend: _builtins.str
@@ -552,9 +570,17 @@ class SwapChipRequest(_message.Message):
     """Weights of the new executor; empty: those that it has, loaded anew. Requests go on with them from their next token."""
     never_pause: _builtins.bool
     """Where both executors do not fit: fail, rather than have the old one make room first."""
+    tensor_parallel_size: _builtins.int
+    """Ranks that share each layer; 0: as the worker chooses for those devices."""
+    pipeline_parallel_size: _builtins.int
+    """Stages that the layers are split over; 0: likewise."""
     @_builtins.property
     def backend_options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Options of the new backend."""
+
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Devices of the new set, one for each rank, in place of `device`; empty: the one device."""
 
     def __init__(
         self,
@@ -565,10 +591,13 @@ class SwapChipRequest(_message.Message):
         backend_options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         model_path: _builtins.str = ...,
         never_pause: _builtins.bool = ...,
+        devices: _abc.Iterable[_builtins.int] | None = ...,
+        tensor_parallel_size: _builtins.int = ...,
+        pipeline_parallel_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "backend_options", b"backend_options", "device", b"device", "model_path", b"model_path", "never_pause", b"never_pause", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "backend_options", b"backend_options", "device", b"device", "devices", b"devices", "model_path", b"model_path", "never_pause", b"never_pause", "pipeline_parallel_size", b"pipeline_parallel_size", "tensor_parallel_size", b"tensor_parallel_size", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

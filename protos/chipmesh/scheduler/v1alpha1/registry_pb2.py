@@ -27,7 +27,7 @@ from chipmesh.device.v1alpha1 import plugin_pb2 as chipmesh_dot_device_dot_v1alp
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*chipmesh/scheduler/v1alpha1/registry.proto\x12\x1b\x63hipmesh.scheduler.v1alpha1\x1a(chipmesh/device/v1alpha1/execution.proto\x1a%chipmesh/device/v1alpha1/plugin.proto\x1a\x1egoogle/protobuf/duration.proto\"\xe4\x03\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x18\n\x10\x65xecutor_address\x18\x03 \x01(\t\x12\r\n\x05group\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12?\n\x06plugin\x18\x06 \x01(\x0b\x32/.chipmesh.device.v1alpha1.GetPluginInfoResponse\x12@\n\x0c\x63\x61pabilities\x18\x07 \x01(\x0b\x32*.chipmesh.device.v1alpha1.CapabilityReport\x12;\n\x0cloaded_model\x18\x08 \x01(\x0b\x32%.chipmesh.device.v1alpha1.LoadedModel\x12\x12\n\npage_count\x18\t \x01(\r\x12\x18\n\x10page_size_tokens\x18\n \x01(\r\x12\x11\n\tmax_slots\x18\x0b \x01(\r\x12\x19\n\x0c\x63hunk_tokens\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0etakeover_token\x18\r \x01(\t\x12\x16\n\x0esupervisor_pid\x18\x0e \x01(\r\x12\x14\n\x0c\x65xecutor_pid\x18\x0f \x01(\rB\x0f\n\r_chunk_tokens\"\xa4\x01\n\x10RegisterResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0elease_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cscheduler_id\x18\x04 \x01(\t\"\xf9\x02\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12S\n\x0e\x65xecutor_state\x18\x04 \x01(\x0e\x32;.chipmesh.scheduler.v1alpha1.HeartbeatRequest.ExecutorState\x12\x37\n\x04swap\x18\x05 \x01(\x0b\x32).chipmesh.scheduler.v1alpha1.SwapProgress\"\x9c\x01\n\rExecutorState\x12\x1e\n\x1a\x45XECUTOR_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45XECUTOR_STATE_STARTING\x10\x01\x12\x18\n\x14\x45XECUTOR_STATE_READY\x10\x02\x12\x17\n\x13\x45XECUTOR_STATE_DEAD\x10\x03\x12\x1b\n\x17\x45XECUTOR_STATE_DRAINING\x10\x04\"I\n\x11HeartbeatResponse\x12\x34\n\x04swap\x18\x01 \x01(\x0b\x32&.chipmesh.scheduler.v1alpha1.SwapOrder\"\xf2\x01\n\tSwapOrder\x12\x0f\n\x07swap_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\r\x12S\n\x0f\x62\x61\x63kend_options\x18\x04 \x03(\x0b\x32:.chipmesh.scheduler.v1alpha1.SwapOrder.BackendOptionsEntry\x12\x12\n\nmodel_path\x18\x05 \x01(\t\x12\x13\n\x0bnever_pause\x18\x06 \x01(\x08\x1a\x35\n\x13\x42\x61\x63kendOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"n\n\x0cSwapProgress\x12\x0f\n\x07swap_id\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x10\n\x08\x66raction\x18\x03 \x01(\x01\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\r\n\x05\x66ield\x18\x06 \x01(\t\"8\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse2\xdb\x02\n\x15WorkerRegistryService\x12g\n\x08Register\x12,.chipmesh.scheduler.v1alpha1.RegisterRequest\x1a-.chipmesh.scheduler.v1alpha1.RegisterResponse\x12j\n\tHeartbeat\x12-.chipmesh.scheduler.v1alpha1.HeartbeatRequest\x1a..chipmesh.scheduler.v1alpha1.HeartbeatResponse\x12m\n\nDeregister\x12..chipmesh.scheduler.v1alpha1.DeregisterRequest\x1a/.chipmesh.scheduler.v1alpha1.DeregisterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*chipmesh/scheduler/v1alpha1/registry.proto\x12\x1b\x63hipmesh.scheduler.v1alpha1\x1a(chipmesh/device/v1alpha1/execution.proto\x1a%chipmesh/device/v1alpha1/plugin.proto\x1a\x1egoogle/protobuf/duration.proto\"\xd5\x04\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x18\n\x10\x65xecutor_address\x18\x03 \x01(\t\x12\r\n\x05group\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12?\n\x06plugin\x18\x06 \x01(\x0b\x32/.chipmesh.device.v1alpha1.GetPluginInfoResponse\x12@\n\x0c\x63\x61pabilities\x18\x07 \x01(\x0b\x32*.chipmesh.device.v1alpha1.CapabilityReport\x12;\n\x0cloaded_model\x18\x08 \x01(\x0b\x32%.chipmesh.device.v1alpha1.LoadedModel\x12\x12\n\npage_count\x18\t \x01(\r\x12\x18\n\x10page_size_tokens\x18\n \x01(\r\x12\x11\n\tmax_slots\x18\x0b \x01(\r\x12\x19\n\x0c\x63hunk_tokens\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0etakeover_token\x18\r \x01(\t\x12\x16\n\x0esupervisor_pid\x18\x0e \x01(\r\x12\x14\n\x0c\x65xecutor_pid\x18\x0f \x01(\r\x12\x31\n\x05ranks\x18\x10 \x03(\x0b\x32\".chipmesh.device.v1alpha1.RankInfo\x12\x1c\n\x14tensor_parallel_size\x18\x11 \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x12 \x01(\rB\x0f\n\r_chunk_tokens\"\xa4\x01\n\x10RegisterResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0elease_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cscheduler_id\x18\x04 \x01(\t\"\x8a\x03\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12S\n\x0e\x65xecutor_state\x18\x04 \x01(\x0e\x32;.chipmesh.scheduler.v1alpha1.HeartbeatRequest.ExecutorState\x12\x37\n\x04swap\x18\x05 \x01(\x0b\x32).chipmesh.scheduler.v1alpha1.SwapProgress\x12\x0f\n\x07message\x18\x06 \x01(\t\"\x9c\x01\n\rExecutorState\x12\x1e\n\x1a\x45XECUTOR_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45XECUTOR_STATE_STARTING\x10\x01\x12\x18\n\x14\x45XECUTOR_STATE_READY\x10\x02\x12\x17\n\x13\x45XECUTOR_STATE_DEAD\x10\x03\x12\x1b\n\x17\x45XECUTOR_STATE_DRAINING\x10\x04\"I\n\x11HeartbeatResponse\x12\x34\n\x04swap\x18\x01 \x01(\x0b\x32&.chipmesh.scheduler.v1alpha1.SwapOrder\"\xc1\x02\n\tSwapOrder\x12\x0f\n\x07swap_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\r\x12S\n\x0f\x62\x61\x63kend_options\x18\x04 \x03(\x0b\x32:.chipmesh.scheduler.v1alpha1.SwapOrder.BackendOptionsEntry\x12\x12\n\nmodel_path\x18\x05 \x01(\t\x12\x13\n\x0bnever_pause\x18\x06 \x01(\x08\x12\x0f\n\x07\x64\x65vices\x18\x07 \x03(\r\x12\x1c\n\x14tensor_parallel_size\x18\x08 \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\t \x01(\r\x1a\x35\n\x13\x42\x61\x63kendOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"n\n\x0cSwapProgress\x12\x0f\n\x07swap_id\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x10\n\x08\x66raction\x18\x03 \x01(\x01\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\r\n\x05\x66ield\x18\x06 \x01(\t\"8\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse2\xdb\x02\n\x15WorkerRegistryService\x12g\n\x08Register\x12,.chipmesh.scheduler.v1alpha1.RegisterRequest\x1a-.chipmesh.scheduler.v1alpha1.RegisterResponse\x12j\n\tHeartbeat\x12-.chipmesh.scheduler.v1alpha1.HeartbeatRequest\x1a..chipmesh.scheduler.v1alpha1.HeartbeatResponse\x12m\n\nDeregister\x12..chipmesh.scheduler.v1alpha1.DeregisterRequest\x1a/.chipmesh.scheduler.v1alpha1.DeregisterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,25 +37,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SWAPORDER_BACKENDOPTIONSENTRY']._loaded_options = None
   _globals['_SWAPORDER_BACKENDOPTIONSENTRY']._serialized_options = b'8\001'
   _globals['_REGISTERREQUEST']._serialized_start=189
-  _globals['_REGISTERREQUEST']._serialized_end=673
-  _globals['_REGISTERRESPONSE']._serialized_start=676
-  _globals['_REGISTERRESPONSE']._serialized_end=840
-  _globals['_HEARTBEATREQUEST']._serialized_start=843
-  _globals['_HEARTBEATREQUEST']._serialized_end=1220
-  _globals['_HEARTBEATREQUEST_EXECUTORSTATE']._serialized_start=1064
-  _globals['_HEARTBEATREQUEST_EXECUTORSTATE']._serialized_end=1220
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1222
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1295
-  _globals['_SWAPORDER']._serialized_start=1298
-  _globals['_SWAPORDER']._serialized_end=1540
-  _globals['_SWAPORDER_BACKENDOPTIONSENTRY']._serialized_start=1487
-  _globals['_SWAPORDER_BACKENDOPTIONSENTRY']._serialized_end=1540
-  _globals['_SWAPPROGRESS']._serialized_start=1542
-  _globals['_SWAPPROGRESS']._serialized_end=1652
-  _globals['_DEREGISTERREQUEST']._serialized_start=1654
-  _globals['_DEREGISTERREQUEST']._serialized_end=1710
-  _globals['_DEREGISTERRESPONSE']._serialized_start=1712
-  _globals['_DEREGISTERRESPONSE']._serialized_end=1732
-  _globals['_WORKERREGISTRYSERVICE']._serialized_start=1735
-  _globals['_WORKERREGISTRYSERVICE']._serialized_end=2082
+  _globals['_REGISTERREQUEST']._serialized_end=786
+  _globals['_REGISTERRESPONSE']._serialized_start=789
+  _globals['_REGISTERRESPONSE']._serialized_end=953
+  _globals['_HEARTBEATREQUEST']._serialized_start=956
+  _globals['_HEARTBEATREQUEST']._serialized_end=1350
+  _globals['_HEARTBEATREQUEST_EXECUTORSTATE']._serialized_start=1194
+  _globals['_HEARTBEATREQUEST_EXECUTORSTATE']._serialized_end=1350
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1352
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1425
+  _globals['_SWAPORDER']._serialized_start=1428
+  _globals['_SWAPORDER']._serialized_end=1749
+  _globals['_SWAPORDER_BACKENDOPTIONSENTRY']._serialized_start=1696
+  _globals['_SWAPORDER_BACKENDOPTIONSENTRY']._serialized_end=1749
+  _globals['_SWAPPROGRESS']._serialized_start=1751
+  _globals['_SWAPPROGRESS']._serialized_end=1861
+  _globals['_DEREGISTERREQUEST']._serialized_start=1863
+  _globals['_DEREGISTERREQUEST']._serialized_end=1919
+  _globals['_DEREGISTERRESPONSE']._serialized_start=1921
+  _globals['_DEREGISTERRESPONSE']._serialized_end=1941
+  _globals['_WORKERREGISTRYSERVICE']._serialized_start=1944
+  _globals['_WORKERREGISTRYSERVICE']._serialized_end=2291
 # @@protoc_insertion_point(module_scope)

@@ -43,6 +43,9 @@ class RegisterRequest(_message.Message):
     TAKEOVER_TOKEN_FIELD_NUMBER: _builtins.int
     SUPERVISOR_PID_FIELD_NUMBER: _builtins.int
     EXECUTOR_PID_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable id, unique in the mesh."""
     instance_id: _builtins.str
@@ -66,7 +69,11 @@ class RegisterRequest(_message.Message):
     supervisor_pid: _builtins.int
     """Process id of the supervisor, for people."""
     executor_pid: _builtins.int
-    """Process id of the executor, for people."""
+    """Process id of the executor, for people; of a set its leader's."""
+    tensor_parallel_size: _builtins.int
+    """Ranks that share each layer."""
+    pipeline_parallel_size: _builtins.int
+    """Stages that the layers are split over."""
     @_builtins.property
     def plugin(self) -> _plugin_pb2.GetPluginInfoResponse:
         """Plugin and its versions."""
@@ -78,6 +85,10 @@ class RegisterRequest(_message.Message):
     @_builtins.property
     def loaded_model(self) -> _execution_pb2.LoadedModel:
         """The loaded model."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[_execution_pb2.RankInfo]:
+        """The ranks that run the model, for people; one where it is not split."""
 
     def __init__(
         self,
@@ -97,10 +108,13 @@ class RegisterRequest(_message.Message):
         takeover_token: _builtins.str = ...,
         supervisor_pid: _builtins.int = ...,
         executor_pid: _builtins.int = ...,
+        ranks: _abc.Iterable[_execution_pb2.RankInfo] | None = ...,
+        tensor_parallel_size: _builtins.int = ...,
+        pipeline_parallel_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_chunk_tokens", b"_chunk_tokens", "capabilities", b"capabilities", "chunk_tokens", b"chunk_tokens", "loaded_model", b"loaded_model", "plugin", b"plugin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chunk_tokens", b"_chunk_tokens", "capabilities", b"capabilities", "chunk_tokens", b"chunk_tokens", "executor_address", b"executor_address", "executor_pid", b"executor_pid", "group", b"group", "instance_id", b"instance_id", "loaded_model", b"loaded_model", "max_slots", b"max_slots", "model", b"model", "page_count", b"page_count", "page_size_tokens", b"page_size_tokens", "plugin", b"plugin", "supervisor_pid", b"supervisor_pid", "takeover_token", b"takeover_token", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chunk_tokens", b"_chunk_tokens", "capabilities", b"capabilities", "chunk_tokens", b"chunk_tokens", "executor_address", b"executor_address", "executor_pid", b"executor_pid", "group", b"group", "instance_id", b"instance_id", "loaded_model", b"loaded_model", "max_slots", b"max_slots", "model", b"model", "page_count", b"page_count", "page_size_tokens", b"page_size_tokens", "pipeline_parallel_size", b"pipeline_parallel_size", "plugin", b"plugin", "ranks", b"ranks", "supervisor_pid", b"supervisor_pid", "takeover_token", b"takeover_token", "tensor_parallel_size", b"tensor_parallel_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__chunk_tokens: _TypeAlias = _typing.Literal["chunk_tokens"]  # noqa: Y015
     _WhichOneofArgType__chunk_tokens: _TypeAlias = _typing.Literal["_chunk_tokens", b"_chunk_tokens"]  # noqa: Y015
@@ -188,6 +202,7 @@ class HeartbeatRequest(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     EXECUTOR_STATE_FIELD_NUMBER: _builtins.int
     SWAP_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker."""
     lease_id: _builtins.str
@@ -196,6 +211,8 @@ class HeartbeatRequest(_message.Message):
     """The executor that it has now."""
     executor_state: Global___HeartbeatRequest.ExecutorState.ValueType
     """Its state."""
+    message: _builtins.str
+    """Why it is in that state, for people; of a set it names the rank."""
     @_builtins.property
     def swap(self) -> Global___SwapProgress:
         """How far the last swap that was ordered is; absent where none was."""
@@ -208,10 +225,11 @@ class HeartbeatRequest(_message.Message):
         instance_id: _builtins.str = ...,
         executor_state: Global___HeartbeatRequest.ExecutorState.ValueType = ...,
         swap: Global___SwapProgress | None = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["swap", b"swap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_state", b"executor_state", "instance_id", b"instance_id", "lease_id", b"lease_id", "swap", b"swap", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_state", b"executor_state", "instance_id", b"instance_id", "lease_id", b"lease_id", "message", b"message", "swap", b"swap", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,6 +291,9 @@ class SwapOrder(_message.Message):
     BACKEND_OPTIONS_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     NEVER_PAUSE_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     swap_id: _builtins.str
     """Id of the order: the same one is carried out once."""
     backend: _builtins.str
@@ -283,9 +304,17 @@ class SwapOrder(_message.Message):
     """Weights of the new executor; empty: the present ones, loaded anew."""
     never_pause: _builtins.bool
     """Where both executors do not fit: fail, rather than have the old one make room first."""
+    tensor_parallel_size: _builtins.int
+    """Ranks that share each layer; 0: as the worker chooses for those devices."""
+    pipeline_parallel_size: _builtins.int
+    """Stages that the layers are split over; 0: likewise."""
     @_builtins.property
     def backend_options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Options of the backend."""
+
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Devices of the new set, one for each rank, in place of `device`; empty: the one device."""
 
     def __init__(
         self,
@@ -296,10 +325,13 @@ class SwapOrder(_message.Message):
         backend_options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         model_path: _builtins.str = ...,
         never_pause: _builtins.bool = ...,
+        devices: _abc.Iterable[_builtins.int] | None = ...,
+        tensor_parallel_size: _builtins.int = ...,
+        pipeline_parallel_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "backend_options", b"backend_options", "device", b"device", "model_path", b"model_path", "never_pause", b"never_pause", "swap_id", b"swap_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "backend_options", b"backend_options", "device", b"device", "devices", b"devices", "model_path", b"model_path", "never_pause", b"never_pause", "pipeline_parallel_size", b"pipeline_parallel_size", "swap_id", b"swap_id", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,1 @@
+"""Several ranks that run one model together: places, groups, and what travels within a step."""
