@@ -241,6 +241,8 @@ def _print_all(planned: Planned, model: str, console: Console) -> None:
 def _about_a_flag(error: InvalidArgument) -> InvalidArgument:
     """The same error about what was typed: a wrong command line has an exit code of its own."""
     field = error.field or ""
+    if field.startswith("--"):
+        return error  # which names its flag
     if field.startswith("backend_options."):
         flag = "--emulate" if field.endswith(".emulate") else "--option"
     else:

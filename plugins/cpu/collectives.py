@@ -30,7 +30,14 @@ class GlooCollectives(ProcessGroupCollectives):
         return f"gloo (torch {torch.__version__})"
 
     def _open_group(self, name: str, *, store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-        return distributed.ProcessGroupGloo(store, rank, world_size, timeout)
+        gloo: Any = distributed.ProcessGroupGloo  # whose options are in no stub
+        if not self._on_one_host:
+            return gloo(store, rank, world_size, timeout)
+        # By itself it listens where the host's name leads, which is beyond this host.
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timeout
+        return gloo(store, rank, world_size, options)
 
     def _border(self, world_size: int) -> Border:
         """Measured: between two ranks the ring is as fast at every size; from three on it takes longer."""

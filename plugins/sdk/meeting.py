@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from urllib.parse import urlsplit
 
 from torch import distributed
 
+from meshkit.address import is_loopback
 from meshkit.errors import DeadlineExceeded, InvalidArgument, Unavailable
 
 
@@ -105,16 +107,37 @@ def open_store(rendezvous: str, *, group: str, rank: int, world_size: int, timeo
             f"rendezvous is {rendezvous!r}; write tcp://HOST:PORT or file:///PATH", field="rendezvous"
         )
     try:
-        return distributed.TCPStore(  # type: ignore[attr-defined]
-            place.hostname,
-            place.port,
-            world_size,
-            is_master=rank == 0,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
+        return _tcp_store(place.hostname, place.port, rank=rank, world_size=world_size, timeout_s=timeout_s)
     except RuntimeError as error:
         raise ranks_missing(group, world_size, [0]) from error
+
+
+def is_on_one_host(rendezvous: str) -> bool:
+    """Whether no rank of another host can come there."""
+    place = urlsplit(rendezvous)
+    return place.scheme == "file" or is_loopback(place.hostname or "")
+
+
+def _tcp_store(host: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> Any:
+    """torch's own listens on all of a host's addresses; where the ranks meet on loopback, it gets a socket
+    that does not.
+    """
+    listening: int | None = None
+    if rank == 0 and is_loopback(host):
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listening = socket.create_server((host, port), family=family).detach()  # the store closes it
+        except OSError as error:
+            raise Unavailable(f"rank 0 cannot listen at {host}:{port}: {error.strerror}") from error
+    return distributed.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
 
 
 def ranks_missing(group: str, world_size: int, ranks: Sequence[int]) -> DeadlineExceeded:

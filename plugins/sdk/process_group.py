@@ -19,7 +19,7 @@ from meshkit.telemetry.logging import get_logger
 from plugins.sdk.capabilities import LinkCapability
 from plugins.sdk.collectives import ASYNC_ALL_REDUCE, Collectives, Pending
 from plugins.sdk.communication import GATHER, MEASURED, TRIED_BYTES, Border, find_border
-from plugins.sdk.meeting import Meeting, open_store, ranks_missing
+from plugins.sdk.meeting import Meeting, is_on_one_host, open_store, ranks_missing
 
 log = get_logger(__name__)
 
@@ -87,6 +87,7 @@ class ProcessGroupCollectives(Collectives):
     `library` (property): name and version.
     `_open_group(...)`: the library's process group. `_close_group(...)`: what dropping it leaves behind.
     `_device()`: where it keeps tensors, for those that are made here. Default: the host.
+    `_on_one_host` (given, at `_open_group`): all ranks are here; nothing should listen beyond this host then.
     `_wait_blocks`: False where `Work.wait` only orders the device's streams (NCCL, XCCL). Work is polled
         then: a device on which it hangs cannot be waited for with a limit. True: `wait` blocks (gloo).
     `_set_limit(...)`: only for a library that cannot `abort`.
@@ -135,6 +136,7 @@ class ProcessGroupCollectives(Collectives):
     def __init__(self, *, border: Border | None = None) -> None:
         self._groups: dict[str, Group] = {}
         self._stores: dict[str, Any] = {}
+        self._on_one_host = False
         """By rendezvous: a process that is in a group there meets the next one over the same store."""
         self._given_border = border
 
@@ -184,6 +186,7 @@ class ProcessGroupCollectives(Collectives):
             store = open_store(rendezvous, group=name, rank=rank, world_size=world_size, timeout_s=timeout_s)
         meeting = Meeting(store, group=name, rank=rank, world_size=world_size)
         meeting.join(timeout_s=_left(deadline))
+        self._on_one_host = is_on_one_host(rendezvous)
         try:
             process_group = self._open_group(
                 name,

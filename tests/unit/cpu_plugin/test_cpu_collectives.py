@@ -39,6 +39,27 @@ def on_ranks(
         return list(pool.map(run, range(world)))
 
 
+LOOPBACK = "0100007F"  # as /proc/net/tcp writes it
+LISTEN = "0A"
+
+
+def listening_addresses() -> list[str]:
+    """ "ADDRESS:PORT" of this process' own sockets that listen, as the kernel writes them."""
+    inodes = {link for fd in Path("/proc/self/fd").iterdir() if (link := _target(fd)).startswith("socket:")}
+    lines = [
+        line for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    rows = [line.split() for line in lines]
+    return [row[1] for row in rows if row[3] == LISTEN and f"socket:[{row[9]}]" in inodes]
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:
+        return ""  # closed meanwhile
+
+
 @pytest.fixture
 def meeting_point(tmp_path: Path) -> str:
     return f"file://{tmp_path}/rendezvous"
@@ -87,6 +108,23 @@ def test_ranks_meet_over_tcp_too() -> None:
         port = probe.getsockname()[1]
     sums = on_ranks(f"tcp://127.0.0.1:{port}", lambda it, rank: it.all_reduce("ring", own(rank)), world=2)
     assert all(isinstance(total, Tensor) and torch.equal(total, own(0) + own(1)) for total in sums)
+
+
+def test_ranks_that_meet_on_loopback_listen_nowhere_else() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def work(collectives: GlooCollectives, rank: int) -> object:
+        collectives.barrier("ring")
+        return listening_addresses() if rank == 0 else None
+
+    before = listening_addresses()
+    while_joined = on_ranks(f"tcp://127.0.0.1:{port}", work)[0]
+    assert isinstance(while_joined, list)
+    opened = [each for each in while_joined if each not in before]
+    assert opened
+    assert {address.rpartition(":")[0] for address in opened} == {LOOPBACK}
 
 
 def test_a_rank_that_never_joins_is_named(meeting_point: str) -> None:

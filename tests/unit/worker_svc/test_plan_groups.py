@@ -219,6 +219,7 @@ def test_what_cannot_be_planned_is_refused_with_the_cause(
     assert got == code, captured
     assert said in " ".join((captured.out + captured.err).split())
     assert "Traceback" not in captured.err
+    assert "----" not in captured.err  # A flag is named once.
 
 
 def test_the_default_chunk_is_the_schedulers() -> None:
