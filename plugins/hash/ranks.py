@@ -22,7 +22,8 @@ _PAUSE_S = 0.05
 class HashRanks:
     """One rank's side of its set. `exchange` is the one primitive; all else is made of it.
 
-    Raises, also later: DeadlineExceeded (RANKS_MISSING) and Unavailable (RANK_LOST), which name ranks.
+    Raises, also later: DeadlineExceeded (RANKS_MISSING) and Unavailable (RANK_LOST), which name ranks. The
+    first of them is its end: it leaves, and the others learn of it.
     """
 
     def __init__(self, options: ParallelOptions) -> None:
@@ -30,12 +31,17 @@ class HashRanks:
         self._count = options.tensor * options.pipeline
         self._timeout_s = options.step_timeout_s
         self._others: dict[int, socket.socket] = {}
+        self._has_left = False
         deadline = time.monotonic() + options.join_timeout_s
         host, port = _place(options.rendezvous)
-        if self._rank == 0:
-            self._gather_ranks(host, port, deadline)
-        else:
-            self._others[0] = self._reach_leader(host, port, deadline)
+        try:
+            if self._rank == 0:
+                self._gather_ranks(host, port, deadline)
+            else:
+                self._others[0] = self._reach_leader(host, port, deadline)
+        except BaseException:
+            self.close()
+            raise
         self.exchange(str(self._rank), timeout_s=max(deadline - time.monotonic(), self._timeout_s))
 
     def __repr__(self) -> str:
@@ -43,9 +49,27 @@ class HashRanks:
 
     def exchange(self, text: str, *, timeout_s: float | None = None) -> tuple[str, ...]:
         """What each rank said, by rank; all must call it. timeout_s: None: as for a step."""
+        if self._has_left:
+            raise Unavailable(f"rank {self._rank} has left its set", reason="RANK_LOST")
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        if self._rank:
-            return self._hear_leader(text, deadline + _REPLY_MARGIN_S)
+        try:
+            return (
+                self._hear_leader(text, deadline + _REPLY_MARGIN_S)
+                if self._rank
+                else self._lead(text, deadline)
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave. Idempotent."""
+        self._has_left = True
+        for connection in self._others.values():
+            connection.close()
+        self._others.clear()
+
+    def _lead(self, text: str, deadline: float) -> tuple[str, ...]:
         said = {0: text}
         try:
             for rank in sorted(self._others):
@@ -63,12 +87,6 @@ class HashRanks:
         self._tell({"said": answer})
         return tuple(answer)
 
-    def close(self) -> None:
-        """Leave. Idempotent."""
-        for connection in self._others.values():
-            connection.close()
-        self._others.clear()
-
     def _gather_ranks(self, host: str, port: int, deadline: float) -> None:
         with socket.create_server((host, port)) as listener:
             while len(self._others) < self._count - 1:
@@ -78,16 +96,23 @@ class HashRanks:
                 except TimeoutError:
                     raise self._missing(sorted(set(range(1, self._count)) - self._others.keys())) from None
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                rank = _LENGTH.unpack(_read(connection, _LENGTH.size, deadline))[0]
+                try:
+                    rank = _LENGTH.unpack(_read(connection, _LENGTH.size, deadline))[0]
+                except BaseException:
+                    connection.close()
+                    raise
                 self._others[rank] = connection
 
     def _reach_leader(self, host: str, port: int, deadline: float) -> socket.socket:
         while True:
+            connection: socket.socket | None = None
             try:
                 connection = socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001))
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.sendall(_LENGTH.pack(self._rank))
             except OSError:
+                if connection is not None:
+                    connection.close()
                 if time.monotonic() > deadline:
                     raise self._missing([0]) from None
                 time.sleep(_PAUSE_S)

@@ -13,6 +13,7 @@ import sys
 from types import CodeType, FrameType
 from typing import Any
 
+_ENVIRONMENT = 3  # where subprocess.Popen has it, with this mark in it
 _MARK = os.environ["AUDIT_MARK"]
 _MODEL = os.environ["AUDIT_MODEL"]
 _ROOTS = tuple(os.environ["AUDIT_ROOTS"].split(os.pathsep))
@@ -68,7 +69,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         path = str(arguments[0])
         if path.startswith(_MODEL) and path.endswith(_CODE):
             _tell(event, filename=path, caller=_caller())
-    elif event in ("os.mkdir", "os.system", "subprocess.Popen") and _MARK in str(arguments):
+    elif event in ("os.mkdir", "os.system", "subprocess.Popen") and _MARK in str(arguments[:_ENVIRONMENT]):
         _tell(event, filename=str(arguments[0]), caller=_caller())
 
 
