@@ -61,7 +61,7 @@ def test_the_trace_is_written_as_it_came_and_the_table_says_by_whom_and_how_long
     assert "fallback: reference, by torch" in rows["attention"]
     assert "attention_decode" not in out, "a class of one operator needs no second line"
     assert "idle 3000.0 ms (60.0% of the time)" in out
-    assert "communication under way 250.0 ms, 80.0% of it behind computing; steps waited 50.0 ms for it" in out
+    assert "communication under way 250.0 ms, 80.0% of it behind computing; steps waited 50.0 ms" in out
     assert "a step (mean of 50): 5.000 ms under way, 4.000 ms behind computing, 1.000 ms waited for" in out
     assert "note: something is not known" in out
     assert "chipmesh-profile-worker-0.json (open it in ui.perfetto.dev)" in out
