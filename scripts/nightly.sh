@@ -9,6 +9,8 @@ echo "nightly: the page in a real browser"
 bash scripts/test_page.sh
 echo "nightly: the whole user's story on a real container engine, where there can be one"
 bash scripts/test_compose.sh -m compose || [ $? -eq 77 ]
+echo "nightly: meshes over several hosts"
+bash scripts/test_hosts.sh -m "nightly or not nightly"
 export HYPOTHESIS_PROFILE=nightly
 MACHINE=tests/unit/scheduler_core/test_batcher_machine.py
 # No per-test timeout: a property test of the nightly profile runs for as long as its examples need.

@@ -408,6 +408,7 @@ def wait_for(holds: Callable[[], bool], *, what: str, timeout_s: float = 60.0) -
         time.sleep(0.02)
 
 
+@pytest.mark.nightly
 async def test_the_mesh_of_up_needs_no_names(tmp_path: Path) -> None:
     model = write_hash_model(tmp_path)
     started = ("--backend", "hash", "--model-path", str(model), "--load-format", "dummy")

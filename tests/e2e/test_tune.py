@@ -56,6 +56,7 @@ def tune_own_mesh(model: Path, file: Path, state_dir: Path) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.nightly
 def test_the_best_of_known_chips_is_found_on_a_mesh_of_its_own_and_written(
     model: Path, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ async def test_two_ranks_on_two_hosts_sum_their_parts(two_hosts: Network) -> Non
     assert all(answer["library"].startswith("gloo") for answer in answers)
 
 
+@pytest.mark.nightly
 async def test_a_rank_whose_host_is_cut_off_is_named(two_hosts: Network) -> None:
     await two_hosts.cut("right")
     rendezvous = f"tcp://{two_hosts['left'].address}:{RENDEZVOUS_PORT}"

@@ -91,7 +91,9 @@ async def test_each_service_listens_on_its_own_host_only(mesh: ChaosMesh) -> Non
         assert mesh.executor_address(worker).rpartition(":")[0] == mesh.network[worker].address
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize(
+    "host", ["scheduler", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("worker", "gateway"))]
+)
 async def test_streams_outlive_the_absence_of_the_host_of_a(host: str, mesh: ChaosMesh) -> None:
     variants = {host: pull_cable(HOSTS[host])}
     away = Scenario("hosts", "A host is away and returns", Target(), SHAPE, TOKENS, variants=variants)
