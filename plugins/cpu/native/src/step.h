@@ -52,6 +52,10 @@ class Step {
   public:
     Step(const Model& model, const Kernels& kernels, Team& team)
         : model_(model), kernels_(kernels), team_(team), job_([this](Walk& walk) { work(walk); }) {}
+    // A thread that was late for the end of the last step may still have a piece in hand, which it does in vain.
+    ~Step() { team_.settle(); }
+    Step(const Step&) = delete;
+    Step& operator=(const Step&) = delete;
     // False, and nothing has happened, where an argument points outside the model or its cache.
     bool run(const StepArguments& arguments);
     // One product by itself: a as chipmesh_multiply has it -> out [rows][outputs].
