@@ -274,3 +274,12 @@ def test_threads_that_are_stopped_in_the_middle_of_a_piece_change_no_bit(quantiz
         rows = [([5 + (step + row) % 80], step % 16, [row]) for row in range(1 + step % 5)]
         expected, made = alone.run(rows, every=True).logits, crowd.run(rows, every=True).logits
         assert made.tobytes() == expected.tobytes(), step
+
+
+def test_a_program_may_end_while_a_thread_of_it_is_late() -> None:
+    # Its memory goes right behind a step whose last pieces another thread may have taken over.
+    shape = replace(SHAPE, hidden=256, inner=2048)
+    weights = random_weights(shape, encoding="Q4_1")
+    for _ in range(40):
+        made = start(weights, shape, threads=8).run([([5], 0, [0])]).logits
+        assert np.isfinite(made).all()
