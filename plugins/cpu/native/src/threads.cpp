@@ -67,9 +67,11 @@ bool Team::advance(std::uint32_t phase, std::int64_t count) {
     std::uint64_t state = state_.load(std::memory_order_acquire);
     if (state >> 32 != phase) return true;
     if (static_cast<std::uint32_t>(state) < count) return false;
-    // Whoever took a piece had begun before, so its hand shows it, or it has ended.
-    for (int thread = 0; thread < size_; ++thread)
-        if (hands_[thread].holds(phase)) return false;
+    // Whoever took a piece had begun before, so its hand shows it, or it has ended. Twice, since what one thread takes
+    // over from another moves from hand to hand, once: from one that is still to be looked at to one that was.
+    for (int look = 0; look < 2; ++look)
+        for (int thread = 0; thread < size_; ++thread)
+            if (hands_[thread].holds(phase)) return false;
     if (state_.compare_exchange_strong(state, static_cast<std::uint64_t>(phase + 1) << 32)) wake();
     return true;
 }
