@@ -99,16 +99,18 @@ inline void add_block(const std::int32_t* a, const std::uint8_t* block, int colu
         }
 }
 
-// c [Rows][32] of `blocks` blocks of the inner dimension. ahead: memory that is wanted next, of which some lines are
+// c [Rows][32] of `blocks` blocks of the inner dimension. following: memory that is wanted next, of which some lines are
 // fetched at each block.
 template <int Rows, class Weights>
-void int8_tile(const std::int32_t* a, std::int64_t blocks, const std::uint8_t* panel, float* c, const std::uint8_t* ahead,
-               std::int64_t lines) {
+void int8_tile(const std::int32_t* a, std::int64_t blocks, const std::uint8_t* panel, float* c, const std::uint8_t* following,
+               std::int64_t lines, Ahead ahead) {
     constexpr std::int64_t kBytes = chipmesh::panel_bytes(Weights::kEncoding, kBlock);
     constexpr int kGroups = Rows <= kPairRows ? 2 : 1;
+    const std::int64_t stretches = ahead.each(blocks);
     std::memset(c, 0, sizeof(float) * Rows * kPanel);
     for (std::int64_t b = 0; b < blocks; ++b, a += kRoundedWords * Rows, panel += kBytes) {
-        for (std::int64_t line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        for (std::int64_t line = 0; line < lines; ++line, following += 64) __builtin_prefetch(following, 0, 2);
+        ahead.fetch(stretches);
 #pragma GCC unroll 4
         for (int column = 0; column < kPanel; column += kGroups * kColumns)
             add_block<Rows, kGroups, Weights>(a, panel, column, c);
@@ -117,34 +119,34 @@ void int8_tile(const std::int32_t* a, std::int64_t blocks, const std::uint8_t* p
 
 template <class Weights, int Rows = kMaxRows>
 void int8_tile_of(int rows, const std::int32_t* a, std::int64_t blocks, const std::uint8_t* panel, float* c,
-                  const std::uint8_t* ahead, std::int64_t lines) {
+                  const std::uint8_t* following, std::int64_t lines, const Ahead& ahead) {
     if constexpr (Rows > 1) {
-        if (rows < Rows) return int8_tile_of<Weights, Rows - 1>(rows, a, blocks, panel, c, ahead, lines);
+        if (rows < Rows) return int8_tile_of<Weights, Rows - 1>(rows, a, blocks, panel, c, following, lines, ahead);
     }
-    int8_tile<Rows, Weights>(a, blocks, panel, c, ahead, lines);
+    int8_tile<Rows, Weights>(a, blocks, panel, c, following, lines, ahead);
 }
 
 template <class Weights>
 void multiply_int8_by(const std::int32_t* a, const Blocks& blocks, std::int64_t first, std::int64_t last, std::int64_t inner,
-                      const std::uint8_t* panel, float* c) {
+                      const std::uint8_t* panel, float* c, const Ahead& ahead) {
     // The next panel, in memory behind this one, is fetched meanwhile, some lines at each block.
     const std::int64_t bytes = chipmesh::panel_bytes(Weights::kEncoding, inner), depth = inner / kBlock;
     const std::int64_t steps = depth * (last - first), lines = (bytes / 64 + steps - 1) / steps;
     const std::int64_t first_row = blocks.first(first);
     for (std::int64_t block = first; block < last; ++block) {
         const std::int64_t row = blocks.first(block);
-        const std::uint8_t* ahead = panel + bytes + (block - first) * depth * lines * 64;
+        const std::uint8_t* following = panel + bytes + (block - first) * depth * lines * 64;
         int8_tile_of<Weights>(blocks.size(block), a + row * depth * kRoundedWords, depth, panel,
-                              c + (row - first_row) * kPanel, ahead, lines);
+                              c + (row - first_row) * kPanel, following, lines, ahead.part(block - first, last - first));
     }
 }
 
 void multiply_int8(const std::int32_t* a, const Blocks& blocks, std::int64_t first, std::int64_t last, std::int64_t inner,
-                   Encoding encoding, const std::uint8_t* panel, float* c) {
+                   Encoding encoding, const std::uint8_t* panel, float* c, const Ahead& ahead) {
     switch (encoding) {
-        case chipmesh::kQ8_0: return multiply_int8_by<Q8Bytes>(a, blocks, first, last, inner, panel, c);
-        case chipmesh::kQ4_0: return multiply_int8_by<Q4Bytes<chipmesh::kQ4_0, false>>(a, blocks, first, last, inner, panel, c);
-        case chipmesh::kQ4_1: return multiply_int8_by<Q4Bytes<chipmesh::kQ4_1, true>>(a, blocks, first, last, inner, panel, c);
+        case chipmesh::kQ8_0: return multiply_int8_by<Q8Bytes>(a, blocks, first, last, inner, panel, c, ahead);
+        case chipmesh::kQ4_0: return multiply_int8_by<Q4Bytes<chipmesh::kQ4_0, false>>(a, blocks, first, last, inner, panel, c, ahead);
+        case chipmesh::kQ4_1: return multiply_int8_by<Q4Bytes<chipmesh::kQ4_1, true>>(a, blocks, first, last, inner, panel, c, ahead);
         default: return;
     }
 }

@@ -47,6 +47,26 @@ struct Blocks {
     }
 };
 
+// Memory that is wanted soon, as the keys and values of the next attention: stretches of kStretch bytes, each so far from
+// `base`. A product fetches them while it computes, some with each block of its inner dimension, as it needs little of the
+// memory's time itself.
+constexpr std::int64_t kStretch = 1024;
+struct Ahead {
+    const std::uint8_t* base = nullptr;
+    const std::int64_t *next = nullptr, *end = nullptr;
+    // One of so many equal parts.
+    Ahead part(std::int64_t index, std::int64_t parts) const {
+        const std::int64_t count = end - next;
+        return {base, next + count * index / parts, next + count * (index + 1) / parts};
+    }
+    // How many to fetch with each of so many blocks.
+    std::int64_t each(std::int64_t blocks) const { return (end - next + blocks - 1) / blocks; }
+    void fetch(std::int64_t stretches) {
+        for (; stretches > 0 && next < end; --stretches, ++next)
+            for (std::int64_t i = 0; i < kStretch; i += 64) __builtin_prefetch(base + *next + i, 0, 2);
+    }
+};
+
 // A page of a layer's cache holds, for each key/value head, its keys as [head size][page size] and its values as
 // [page size][head size]: keys are scored 16 at a time, and a head's part of a page is one stretch of memory.
 struct Attention {
@@ -77,10 +97,11 @@ struct Kernels {
     // c [rows of the group of blocks][32] = a x panel; a: Blocks `first_block` to `last_block` of `blocks`.
     // scratch: kScratch floats.
     void (*multiply)(const float* a, const Blocks& blocks, std::int64_t first_block, std::int64_t last_block,
-                     std::int64_t inner, Encoding encoding, const std::uint8_t* panel, float* c, float* scratch);
+                     std::int64_t inner, Encoding encoding, const std::uint8_t* panel, float* c, float* scratch,
+                     const Ahead& ahead);
     // The same with rows in int8, for weights in blocks that are packed for it.
     void (*multiply_int8)(const std::int32_t* a, const Blocks& blocks, std::int64_t first_block, std::int64_t last_block,
-                          std::int64_t inner, Encoding encoding, const std::uint8_t* panel, float* c);
+                          std::int64_t inner, Encoding encoding, const std::uint8_t* panel, float* c, const Ahead& ahead);
     // x [size] -> row `row` of a block of `rows` rows in int8: each 32 values by a scale of their own, largest / 127, halves to
     // even. Values below 2^-120 are 0; among others that are not finite, the scale is not a number.
     void (*round_row)(const float* x, std::int64_t size, std::int32_t* out, int rows, int row);

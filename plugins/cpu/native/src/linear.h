@@ -8,6 +8,7 @@
 
 namespace {
 
+using chipmesh::Ahead;
 using chipmesh::Blocks;
 using chipmesh::Encoding;
 using chipmesh::kBlock;
@@ -15,6 +16,9 @@ using chipmesh::kPanel;
 
 // So far ahead weights are fetched that are read while they are decoded; a panel's neighbour follows it in memory.
 constexpr int kAhead = 4096;
+// Inner dimension of a tile at a time where weights are read as they are stored: the first block of rows brings them from
+// memory, and L1 still has them for the next one.
+constexpr std::int64_t kStoredDepth = 64;
 
 inline void fetch(const void* p) { __builtin_prefetch(static_cast<const char*>(p) + kAhead); }
 inline const std::uint16_t* halves(const std::uint8_t* p) { return reinterpret_cast<const std::uint16_t*>(p); }
@@ -83,26 +87,49 @@ struct Q41Reader {
 };
 
 // Halves [First, Last) of c [Rows][32]; a [inner][Rows]; inner is whole blocks. more: go on with the sums in c.
-template <int Rows, int First, int Last, class Reader>
-void tile(const float* a, std::int64_t inner, Reader reader, float* c, bool more) {
+// Keep: decoded weights go to kept [inner][32] as well.
+template <class Reader, int Rows, int First, int Last, bool Keep>
+[[gnu::noinline]] void tile(const float* a, std::int64_t inner, const std::uint8_t* panel, float* c, bool more, float* kept,
+                            Ahead ahead) {
+    Reader reader(panel);
+    const std::int64_t stretches = ahead.each(inner / kBlock);
     V16 sums[Rows][2];
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 2
         for (int j = First; j < Last; ++j) sums[r][j] = more ? load(c + r * kPanel + 16 * j) : splat(0.0f);
     for (std::int64_t k = 0; k < inner; k += kBlock) {
+        ahead.fetch(stretches);
         reader.begin_block();
-        for (int i = 0; i < kBlock; i += Reader::kGroup, a += Rows * Reader::kGroup) {
+        for (int i = 0; i < kBlock; i += Reader::kGroup, a += Rows * Reader::kGroup, kept += Keep ? Reader::kGroup * kPanel : 0) {
+            if constexpr (Reader::kGroup == 1) {
+                V16 w[2];
+#pragma GCC unroll 2
+                for (int j = First; j < Last; ++j) {
+                    w[j] = reader.read(0, j);
+                    if constexpr (Keep) store(kept + 16 * j, w[j]);
+                }
+                reader.end_group();
+#pragma GCC unroll 12
+                for (int r = 0; r < Rows; ++r) {
+                    V16 x = splat(a[r]);
+                    in_register(x);
+#pragma GCC unroll 2
+                    for (int j = First; j < Last; ++j) sums[r][j] = fma(x, w[j], sums[r][j]);
+                }
+                continue;
+            }
 #pragma GCC unroll 2
             for (int j = First; j < Last; ++j) {
                 reader.begin_group(j);
                 const float* x = a;
                 // Else the compiler keeps a group's values of `a` for the second half, and has no registers left.
-                if constexpr (Reader::kGroup > 1) asm volatile("" : "+r"(x));
+                asm volatile("" : "+r"(x));
 #pragma GCC unroll 8
                 for (int s = 0; s < Reader::kGroup; ++s) {
                     V16 w = reader.read(s, j);
-                    if constexpr (Reader::kGroup > 1) in_order(w);
+                    in_order(w);
+                    if constexpr (Keep) store(kept + s * kPanel + 16 * j, w);
 #pragma GCC unroll 12
                     for (int r = 0; r < Rows; ++r) sums[r][j] = fma(splat(x[s * Rows + r]), w, sums[r][j]);
                 }
@@ -116,71 +143,64 @@ void tile(const float* a, std::int64_t inner, Reader reader, float* c, bool more
         for (int j = First; j < Last; ++j) store(c + r * kPanel + 16 * j, sums[r][j]);
 }
 
-template <class Reader, int Rows = kMaxRows>
-void tile_of(int rows, const float* a, std::int64_t inner, const Reader& reader, float* c, bool more) {
+template <class Reader, bool Keep, int Rows = kMaxRows>
+void tile_of(int rows, const float* a, std::int64_t inner, const std::uint8_t* panel, float* c, bool more, float* kept,
+             const Ahead& ahead) {
     if constexpr (Rows > 1) {
-        if (rows < Rows) return tile_of<Reader, Rows - 1>(rows, a, inner, reader, c, more);
+        if (rows < Rows) return tile_of<Reader, Keep, Rows - 1>(rows, a, inner, panel, c, more, kept, ahead);
     }
-    if constexpr (Rows <= (Reader::kGroup > 1 ? kWholeWordRows : kWholeRows)) return tile<Rows, 0, 2>(a, inner, reader, c, more);
+    if constexpr (Rows <= (Reader::kGroup > 1 ? kWholeWordRows : kWholeRows))
+        return tile<Reader, Rows, 0, 2, Keep>(a, inner, panel, c, more, kept, ahead);
     // Too many sums for the registers: half of the columns after the other.
-    tile<Rows, 0, 1>(a, inner, reader, c, more);
-    tile<Rows, 1, 2>(a, inner, reader, c, more);
-}
-
-template <class Reader>
-void decode_panel(Reader& reader, std::int64_t inner, float* out) {
-    for (std::int64_t k = 0; k < inner; k += kBlock) {
-        reader.begin_block();
-        for (int i = 0; i < kBlock; i += Reader::kGroup, out += Reader::kGroup * kPanel) {
-#pragma GCC unroll 2
-            for (int j = 0; j < 2; ++j) {
-                reader.begin_group(j);
-#pragma GCC unroll 8
-                for (int s = 0; s < Reader::kGroup; ++s) store(out + s * kPanel + 16 * j, reader.read(s, j));
-            }
-            reader.end_group();
-        }
-    }
+    tile<Reader, Rows, 0, 1, Keep>(a, inner, panel, c, more, kept, ahead);
+    tile<Reader, Rows, 1, 2, Keep>(a, inner, panel, c, more, kept, {});
 }
 
 inline std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
-// Few rows decode as they multiply; more of them share each stretch of the panel, decoded once.
+// The first block of rows decodes as it multiplies, and keeps what it decoded for the others, a stretch of the panel at a
+// time.
 template <class Reader>
 void multiply_by(const float* a, const Blocks& blocks, std::int64_t first, std::int64_t last, std::int64_t inner,
-                 const std::uint8_t* panel, float* c, float* scratch) {
+                 const std::uint8_t* panel, float* c, float* scratch, const Ahead& ahead) {
     constexpr bool kDecodes = !std::is_same_v<Reader, PlainReader>;
+    constexpr std::int64_t kSlice = kDecodes ? kDepth : kStoredDepth;
     const std::int64_t first_row = blocks.first(first);
-    Reader reader(panel);
-    constexpr int kDirectRows = Reader::kGroup > 1 ? kDirectWordRows : kMaxRows;
-    if (kDecodes && last - first == 1 && blocks.size(first) <= kDirectRows)
-        return tile_of(blocks.size(first), a + first_row * inner, inner, reader, c, false);
+    if (kDecodes && last - first == 1)
+        return tile_of<Reader, false>(blocks.size(first), a + first_row * inner, inner, panel, c, false, nullptr, ahead);
     // The next panel, in memory behind this one, is fetched while this one is multiplied.
     const std::int64_t bytes = chipmesh::panel_bytes(Reader::kEncoding, inner);
-    const std::int64_t slice = bytes / ((inner + kDepth - 1) / kDepth * (last - first)) / 64 * 64 + 64;
-    const std::uint8_t* ahead = panel + bytes;
-    for (std::int64_t k = 0; k < inner; k += kDepth) {
-        const std::int64_t depth = least(kDepth, inner - k);
-        if constexpr (kDecodes) decode_panel(reader, depth, scratch);
-        const PlainReader weights(kDecodes ? reinterpret_cast<const std::uint8_t*>(scratch) : panel + k * kPanel * 4);
+    const std::int64_t tiles = (inner + kSlice - 1) / kSlice * (last - first), slice = bytes / tiles / 64 * 64 + 64;
+    const std::uint8_t* following = panel + bytes;
+    std::int64_t done = 0;
+    for (std::int64_t k = 0; k < inner; k += kSlice) {
+        const std::int64_t depth = least(kSlice, inner - k);
+        const std::uint8_t* stored = panel + chipmesh::panel_bytes(Reader::kEncoding, k);
+        const std::uint8_t* weights = kDecodes ? reinterpret_cast<const std::uint8_t*>(scratch) : stored;
         for (std::int64_t block = first; block < last; ++block) {
-            const std::int64_t row = blocks.first(block);
             const int rows = blocks.size(block);
-            for (const std::uint8_t* end = ahead + slice; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
-            tile_of(rows, a + row * inner + k * rows, depth, weights, c + (row - first_row) * kPanel, k > 0);
+            const float* own = a + blocks.first(block) * inner + k * rows;
+            float* sums = c + (blocks.first(block) - first_row) * kPanel;
+            for (const std::uint8_t* end = following + slice; following < end; following += 64)
+                __builtin_prefetch(following, 0, 2);
+            const Ahead own_ahead = ahead.part(done++, tiles);
+            if (kDecodes && block == first)
+                tile_of<Reader, true>(rows, own, depth, stored, sums, k > 0, scratch, own_ahead);
+            else
+                tile_of<PlainReader, false>(rows, own, depth, weights, sums, k > 0, nullptr, own_ahead);
         }
     }
 }
 
 void multiply(const float* a, const Blocks& blocks, std::int64_t first, std::int64_t last, std::int64_t inner,
-              Encoding encoding, const std::uint8_t* panel, float* c, float* scratch) {
+              Encoding encoding, const std::uint8_t* panel, float* c, float* scratch, const Ahead& ahead) {
     switch (encoding) {
-        case chipmesh::kF32: return multiply_by<PlainReader>(a, blocks, first, last, inner, panel, c, scratch);
-        case chipmesh::kBF16: return multiply_by<BfloatReader>(a, blocks, first, last, inner, panel, c, scratch);
-        case chipmesh::kF16: return multiply_by<HalfReader>(a, blocks, first, last, inner, panel, c, scratch);
-        case chipmesh::kQ8_0: return multiply_by<Q8Reader>(a, blocks, first, last, inner, panel, c, scratch);
-        case chipmesh::kQ4_0: return multiply_by<Q40Reader>(a, blocks, first, last, inner, panel, c, scratch);
-        case chipmesh::kQ4_1: return multiply_by<Q41Reader>(a, blocks, first, last, inner, panel, c, scratch);
+        case chipmesh::kF32: return multiply_by<PlainReader>(a, blocks, first, last, inner, panel, c, scratch, ahead);
+        case chipmesh::kBF16: return multiply_by<BfloatReader>(a, blocks, first, last, inner, panel, c, scratch, ahead);
+        case chipmesh::kF16: return multiply_by<HalfReader>(a, blocks, first, last, inner, panel, c, scratch, ahead);
+        case chipmesh::kQ8_0: return multiply_by<Q8Reader>(a, blocks, first, last, inner, panel, c, scratch, ahead);
+        case chipmesh::kQ4_0: return multiply_by<Q40Reader>(a, blocks, first, last, inner, panel, c, scratch, ahead);
+        case chipmesh::kQ4_1: return multiply_by<Q41Reader>(a, blocks, first, last, inner, panel, c, scratch, ahead);
         default: return;
     }
 }

@@ -79,6 +79,8 @@ struct Nibbles {
 };
 // The compiler makes `a` here, not earlier.
 inline void in_order(V16& a) { asm volatile("" : "+v"(a.v)); }
+// A value that several products share: else each of them reads it from memory, of which there is one read a cycle.
+inline void in_register(V16& a) { in_order(a); }
 inline __m256 lower(V16 a) { return _mm512_castps512_ps256(a.v); }
 inline __m256 upper(V16 a) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1)); }
 
@@ -128,6 +130,7 @@ struct Nibbles {
     V16 get(int index) const { return {part(p, index), part(p + 32, index)}; }
 };
 inline void in_order(V16& x) { asm volatile("" : "+x"(x.a), "+x"(x.b) : : "memory"); }
+inline void in_register(V16&) {}
 inline __m256 lower(V16 x) { return x.a; }
 inline __m256 upper(V16 x) { return x.b; }
 
@@ -165,6 +168,7 @@ inline V16 fma(V16 a, V16 b, V16 c) { CHIPMESH_QUADS(vfmaq_f32(quad(c, i), quad(
 inline V16 fma(V16 a, V16 b, V16 c) { CHIPMESH_LANES(a.v[i] * b.v[i] + c.v[i]); }
 #endif
 inline void in_order(V16&) {}
+inline void in_register(V16&) {}
 inline V16 load(const float* p) { CHIPMESH_LANES(p[i]); }
 inline void store(float* p, V16 a) { std::memcpy(p, a.v, sizeof a.v); }
 inline V16 splat(float x) { CHIPMESH_LANES(x); }

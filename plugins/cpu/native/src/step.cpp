@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::int64_t kFewRows = 4;  // so many rows each thread normalises for itself: less than a wait costs
 constexpr std::int64_t kPiecesPerThread = 8;
+constexpr std::int64_t kMostAhead = 12 << 20;  // bytes of keys and values that are fetched for the next attention: caches hold them
 constexpr std::int64_t kTiles = 16384;  // results of a product that a thread keeps before it passes them on: 64 KiB
 
 template <class Value>
@@ -62,6 +63,7 @@ bool Step::run(const StepArguments& arguments) {
     blocks_ = Blocks::of(at_.tokens, kernels_.max_rows);
     head_blocks_ = Blocks::of(at_.sampled, kernels_.max_rows);
     make_room();
+    find_stretches();
     if (timed_) phase_begun_ = std::chrono::steady_clock::now();
     team_.run(job_);
     return true;
@@ -158,24 +160,24 @@ void Step::work(Walk& walk) {
     for (std::int64_t l = 0; l < s.layers; ++l) {
         const Layer& layer = model_.layers[l];
         Input a = normalise(walk, layer.input_norm, residual_.data(), blocks_, layer.qkv);
-        multiply(walk, kQkvProduct, layer.qkv, a, blocks_, [&](const Tile& t) { copy_tile(t, qkv_.data(), s.qkv()); });
+        multiply(walk, kQkvProduct, layer.qkv, a, blocks_, ahead_of(l, kQkvProduct), [&](const Tile& t) { copy_tile(t, qkv_.data(), s.qkv()); });
         attend(walk, l);
         a = round(walk, attended_.data(), blocks_, layer.out);
-        multiply(walk, kOutProduct, layer.out, a, blocks_, add);
+        multiply(walk, kOutProduct, layer.out, a, blocks_, ahead_of(l + 1, kOutProduct), add);
         a = normalise(walk, layer.post_norm, residual_.data(), blocks_, layer.gate_up);
-        multiply(walk, kGateUpProduct, layer.gate_up, a, blocks_, [&](const Tile& t) {
+        multiply(walk, kGateUpProduct, layer.gate_up, a, blocks_, ahead_of(l + 1, kGateUpProduct), [&](const Tile& t) {
             // A tile is within one block of rows, and half of its columns are gates.
             const Place first = place_for(layer.down, inner_.data(), blocks_, t.row);
             const std::int64_t row_step = layer.down.int8 ? s.inner : 1;
             kernels_.silu_mul(t.sums, t.rows, first.first + t.column / 2 * first.step, row_step, first.step);
         });
         a = round(walk, inner_.data(), blocks_, layer.down);
-        multiply(walk, kDownProduct, layer.down, a, blocks_, add);
+        multiply(walk, kDownProduct, layer.down, a, blocks_, ahead_of(l + 1, kDownProduct), add);
     }
     if (at_.sampled == 0) return;
     gather_sampled(walk);
     const Input a = normalise(walk, model_.final_norm, sampled_rows_.data(), head_blocks_, model_.head);
-    multiply(walk, kHeadProduct, model_.head, a, head_blocks_, [&](const Tile& t) { copy_tile(t, at_.logits, s.vocab); });
+    multiply(walk, kHeadProduct, model_.head, a, head_blocks_, {}, [&](const Tile& t) { copy_tile(t, at_.logits, s.vocab); });
     if (at_.sampled_slots != nullptr) sample(walk);
 }
 
@@ -245,7 +247,7 @@ Step::Input Step::round(Walk& walk, const float* rows, const Blocks& blocks, con
 }
 
 template <class Finish>
-void Step::multiply(Walk& walk, Phase phase, const Matrix& matrix, const Input& a, const Blocks& blocks,
+void Step::multiply(Walk& walk, Phase phase, const Matrix& matrix, const Input& a, const Blocks& blocks, const Ahead& ahead,
                     const Finish& finish) {
     const std::int64_t per_group = std::max<std::int64_t>(kGroupRows / kernels_.max_rows, 1);
     const std::int64_t groups = (blocks.count + per_group - 1) / per_group, pieces = matrix.panels * groups;
@@ -260,10 +262,11 @@ void Step::multiply(Walk& walk, Phase phase, const Matrix& matrix, const Input& 
         for (std::int64_t piece = first; piece < last; ++piece, sums += tile) {
             const auto [from, to] = blocks_of(piece);
             const std::uint8_t* panel = matrix.panel(piece / groups);
+            const Ahead part = ahead.part(piece, pieces);
             if (matrix.int8)
-                kernels_.multiply_int8(a.rounded, blocks, from, to, matrix.inner, matrix.encoding, panel, sums);
+                kernels_.multiply_int8(a.rounded, blocks, from, to, matrix.inner, matrix.encoding, panel, sums, part);
             else
-                kernels_.multiply(a.values, blocks, from, to, matrix.inner, matrix.encoding, panel, sums, own.scratch.data());
+                kernels_.multiply(a.values, blocks, from, to, matrix.inner, matrix.encoding, panel, sums, own.scratch.data(), part);
         }
     };
     const auto pass_on = [&](std::int64_t first, std::int64_t last) {
@@ -295,10 +298,41 @@ void Step::multiply_alone(const Matrix& matrix, const float* a, std::int64_t row
     grow(rounded_, rounded_words(rows, matrix.inner));
     const Team::Job job = [&](Walk& walk) {
         const Input input = round(walk, a, blocks, matrix);
-        multiply(walk, kEmbed, matrix, input, blocks, [&](const Tile& t) { copy_tile(t, out, matrix.outputs); });
+        multiply(walk, kEmbed, matrix, input, blocks, {}, [&](const Tile& t) { copy_tile(t, out, matrix.outputs); });
     };
     team_.run(job);
     team_.settle();
+}
+
+// Those sequences first to which the attention comes first.
+void Step::find_stretches() {
+    const std::int64_t page_bytes = page_stride() * sizeof(float), part_bytes = at_.page_count * page_bytes;
+    stretches_.clear();
+    for (std::int64_t row = at_.tokens; row-- > 0;) {
+        if (row + 1 < at_.tokens && at_.sequences[row + 1] == at_.sequences[row]) continue;
+        const std::int32_t* pages = at_.tables + at_.sequences[row] * at_.table_width;
+        const std::int64_t count = at_.positions[row] / at_.page_size + 1;
+        if ((static_cast<std::int64_t>(stretches_.size()) + 2 * count * page_bytes / kStretch) * kStretch > kMostAhead) return;
+        for (std::int64_t page = 0; page < count; ++page)
+            for (std::int64_t part = 0; part < 2; ++part)
+                for (std::int64_t i = 0; i < page_bytes; i += kStretch)
+                    stretches_.push_back(part * part_bytes + pages[page] * page_bytes + i);
+    }
+}
+
+Ahead Step::ahead_of(std::int64_t layer, Phase phase) const {
+    if (layer == model_.sizes.layers || stretches_.empty()) return {};
+    // In shares of their work.
+    const Layer& own = model_.layers[layer];
+    const std::array<std::pair<Phase, const Matrix*>, 4> products{{{kOutProduct, &own.out}, {kGateUpProduct, &own.gate_up}, {kDownProduct, &own.down}, {kQkvProduct, &own.qkv}}};
+    std::int64_t before = 0, work = 0, total = 0;
+    for (const auto& [name, matrix] : products) {
+        if (name == phase) before = total, work = matrix->panels * matrix->inner;
+        total += matrix->panels * matrix->inner;
+    }
+    const std::int64_t count = stretches_.size(), *all = stretches_.data();
+    return {reinterpret_cast<const std::uint8_t*>(cache_of(layer, 0, 0)), all + count * before / total,
+            all + count * (before + work) / total};
 }
 
 // Part 0 (keys) or 1 (values) of a layer: head `group` of page 0.

@@ -87,7 +87,11 @@ class Step {
     Input round(Walk& walk, const float* rows, const Blocks& blocks, const Matrix& next);
     void round_to(std::int32_t* to, const Blocks& blocks, const float* values, std::int64_t inner, std::int64_t row) const;
     template <class Finish>
-    void multiply(Walk& walk, Phase phase, const Matrix& matrix, const Input& a, const Blocks& blocks, const Finish& finish);
+    void multiply(Walk& walk, Phase phase, const Matrix& matrix, const Input& a, const Blocks& blocks, const Ahead& ahead,
+                  const Finish& finish);
+    void find_stretches();
+    // What of a layer's keys and values the product of this phase fetches, which goes before that layer's attention.
+    Ahead ahead_of(std::int64_t layer, Phase phase) const;
     void attend(Walk& walk, std::int64_t layer);
     void attend_row(Local& own, std::int64_t layer, std::int64_t row, std::int64_t group);
     void attend_in_splits(Walk& walk, std::int64_t layer);
@@ -118,6 +122,7 @@ class Step {
     // attended_, inner_: in blocks, or row by row where what is next wants them in int8.
     std::vector<float> residual_, normed_, qkv_, attended_, inner_, partials_, sampled_rows_;
     std::vector<std::int32_t> rounded_;  // of the product at hand
+    std::vector<std::int64_t> stretches_;  // of a layer's keys and values that this step reads, from the layer's first byte
 };
 
 }  // namespace chipmesh
