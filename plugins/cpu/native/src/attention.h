@@ -1,4 +1,4 @@
-// Attention of one token over the pages of its sequence: splits of kSplit keys from position 0, each on its own,
+// Attention of tokens over the pages of their sequence: splits of kSplit keys from position 0, each on its own,
 // then merged in order. A token's result so depends on its own sequence alone, however it is batched.
 #pragma once
 
@@ -8,11 +8,11 @@
 namespace {
 
 using chipmesh::Attention;
+using chipmesh::kMaxQueries;
 using chipmesh::kSplit;
 using chipmesh::Partial;
 
-constexpr int kMaxGroup = 16;  // query heads of a key/value head
-constexpr int kLanes = 16;     // keys that are scored together
+constexpr int kLanes = 16;  // keys that are scored together
 
 // Where value 0 of 16 keys lies, value i being `step` floats further for each: in their page where 16 divides its
 // size, else copied to `copy` [size][16].
@@ -38,16 +38,16 @@ struct KeyBlock {
     }
 };
 
-// scores [Heads][kSplit] of two blocks of keys; each is one chain over the head's values.
-template <int Heads, bool Fetch>
-void score_blocks(const Attention& at, const float* query, const KeyBlock& a, const KeyBlock& b,
-                  const KeyBlock (&next)[2], float* scores) {
-    V16 sums[Heads][2];
-#pragma GCC unroll 4
-    for (int h = 0; h < Heads; ++h) sums[h][0] = sums[h][1] = splat(0.0f);
-    const float *p = a.first, *q = b.first;
-    for (int i = 0; i < at.size; ++i, p += a.step, q += b.step) {
-        const V16 ka = load(p), kb = load(q);
+// scores [Queries][kSplit] of two blocks of keys for queries [Queries][Size]; each is one chain over the head's values.
+template <int Queries, int Size, bool Fetch>
+void score_blocks(float scale, const float* query, const KeyBlock& a, const KeyBlock& b, const KeyBlock (&next)[2],
+                  float* scores) {
+    V16 sums[Queries][2];
+#pragma GCC unroll 12
+    for (int q = 0; q < Queries; ++q) sums[q][0] = sums[q][1] = splat(0.0f);
+    const float *p = a.first, *r = b.first;
+    for (int i = 0; i < Size; ++i, p += a.step, r += b.step) {
+        const V16 ka = load(p), kb = load(r);
         if constexpr (Fetch) {
             // A page is a place of its own in memory, which the processor does not foresee.
             __builtin_prefetch(next[0].first + i * next[0].step);
@@ -55,23 +55,23 @@ void score_blocks(const Attention& at, const float* query, const KeyBlock& a, co
             __builtin_prefetch(a.values + i * kLanes, 0, 2);
             __builtin_prefetch(b.values + i * kLanes, 0, 2);
         }
-#pragma GCC unroll 4
-        for (int h = 0; h < Heads; ++h) {
-            const V16 x = splat(query[h * at.size + i]);
-            sums[h][0] = fma(x, ka, sums[h][0]), sums[h][1] = fma(x, kb, sums[h][1]);
+#pragma GCC unroll 12
+        for (int q = 0; q < Queries; ++q) {
+            V16 x = splat(query[q * Size + i]);
+            in_register(x);
+            sums[q][0] = fma(x, ka, sums[q][0]), sums[q][1] = fma(x, kb, sums[q][1]);
         }
     }
-    const V16 scale = splat(at.scale);
-#pragma GCC unroll 4
-    for (int h = 0; h < Heads; ++h) {
-        store(scores + h * kSplit, sums[h][0] * scale);
-        store(scores + h * kSplit + kLanes, sums[h][1] * scale);
+#pragma GCC unroll 12
+    for (int q = 0; q < Queries; ++q) {
+        store(scores + q * kSplit, sums[q][0] * splat(scale));
+        store(scores + q * kSplit + kLanes, sums[q][1] * splat(scale));
     }
 }
 
-template <int Heads>
-void score_keys(const Attention& at, int head, std::int64_t first, std::int64_t last, float* scores) {
-    float copies[4][kLanes * 256];
+template <int Queries, int Size>
+void score_keys(const Attention& at, const float* query, bool fetch, std::int64_t first, std::int64_t last, float* scores) {
+    float copies[4][kLanes * Size];
     // Behind the last key the last block stands in again: its lanes are not read.
     const auto block = [&](std::int64_t key, int copy) {
         return KeyBlock(at, least(key, (last - 1) / kLanes * kLanes), last, copies[copy]);
@@ -81,12 +81,10 @@ void score_keys(const Attention& at, int head, std::int64_t first, std::int64_t 
     for (std::int64_t key = first; key < last; key += 2 * kLanes) {
         copy ^= 2;
         const KeyBlock next[2] = {block(key + 2 * kLanes, copy), block(key + 3 * kLanes, copy + 1)};
-        float* own = scores + head * kSplit + key - first;
-        const float* query = at.query + head * at.size;
-        if (at.fetch && head == 0)
-            score_blocks<Heads, true>(at, query, pair[0], pair[1], next, own);
+        if (fetch)
+            score_blocks<Queries, Size, true>(at.scale, query, pair[0], pair[1], next, scores + key - first);
         else
-            score_blocks<Heads, false>(at, query, pair[0], pair[1], next, own);
+            score_blocks<Queries, Size, false>(at.scale, query, pair[0], pair[1], next, scores + key - first);
         pair[0] = next[0], pair[1] = next[1];
     }
 }
@@ -107,62 +105,81 @@ inline void weigh(float* scores, int count, float* maximum, float* weight) {
     *maximum = top, *weight = sum(total);
 }
 
-template <int Vectors, int Heads>
-void add_values(const Attention& at, int head, std::int64_t first, std::int64_t last, const float* weights, float* out) {
-    V16 sums[Heads][Vectors];
-    for (int h = 0; h < Heads; ++h)
-        for (int j = 0; j < Vectors; ++j) sums[h][j] = splat(0.0f);
-    for (std::int64_t key = first; key < last;) {
+// out [Queries][Size]: sums of values of keys [from, last), `scores` being those from `first` on; more: go on with those in out.
+template <int Queries, int Size>
+void add_values(const Attention& at, std::int64_t first, std::int64_t from, std::int64_t last, const float* scores, bool more,
+                float* out) {
+    constexpr int kVectors = Size / 16;
+    V16 sums[Queries][kVectors];
+#pragma GCC unroll 12
+    for (int q = 0; q < Queries; ++q)
+        for (int j = 0; j < kVectors; ++j) sums[q][j] = more ? load(out + q * Size + 16 * j) : splat(0.0f);
+    for (std::int64_t key = from; key < last;) {
         const std::int64_t page = key / at.page_size, offset = key % at.page_size;
         const std::int64_t until = least(last, key + at.page_size - offset);
-        const float* p = at.values + at.pages[page] * at.page_stride + offset * at.size;
-        for (const float* w = weights + head * kSplit + key - first; key < until; ++key, ++w, p += at.size) {
+        const float* p = at.values + at.pages[page] * at.page_stride + offset * Size;
+        for (const float* w = scores + key - first; key < until; ++key, ++w, p += Size) {
+            V16 values[kVectors];
 #pragma GCC unroll 16
-            for (int j = 0; j < Vectors; ++j) {
-                const V16 v = load(p + 16 * j);
-#pragma GCC unroll 4
-                for (int h = 0; h < Heads; ++h) sums[h][j] = fma(splat(w[h * kSplit]), v, sums[h][j]);
+            for (int j = 0; j < kVectors; ++j) values[j] = load(p + 16 * j);
+#pragma GCC unroll 12
+            for (int q = 0; q < Queries; ++q) {
+                V16 x = splat(w[q * kSplit]);
+                in_register(x);
+#pragma GCC unroll 16
+                for (int j = 0; j < kVectors; ++j) sums[q][j] = fma(x, values[j], sums[q][j]);
             }
         }
     }
-    for (int h = 0; h < Heads; ++h)
-        for (int j = 0; j < Vectors; ++j) store(out + (head + h) * at.size + 16 * j, sums[h][j]);
+#pragma GCC unroll 12
+    for (int q = 0; q < Queries; ++q)
+        for (int j = 0; j < kVectors; ++j) store(out + q * Size + 16 * j, sums[q][j]);
 }
 
-// Calls work<n>(head) for heads in runs of at most Most.
+// Calls work<n>(query) for queries in runs of at most Most, a number of those below.
 template <int Most, class Work>
-void by_heads(int heads, const Work& work) {
-    int head = 0;
-    for (; head + Most <= heads; head += Most) work(std::integral_constant<int, Most>(), head);
+void by_queries(int queries, const Work& work, int from = 0) {
+    for (; queries - from >= Most; from += Most) work(std::integral_constant<int, Most>(), from);
     if constexpr (Most > 1) {
-        if (heads - head >= 3 && Most > 3) work(std::integral_constant<int, 3>(), head), head += 3;
-        if (heads - head >= 2 && Most > 2) work(std::integral_constant<int, 2>(), head), head += 2;
-        if (heads - head >= 1) work(std::integral_constant<int, 1>(), head);
+        if (from < queries) by_queries<(Most > 6 ? 6 : Most > 4 ? 4 : Most - 1)>(queries, work, from);
     }
 }
 
-template <int Vectors>
+template <int Size>
 void attend_sized(const Attention& at, std::int64_t first, std::int64_t last, Partial out) {
-    constexpr int kTogether = kSumRegisters / Vectors < 1 ? 1 : kSumRegisters / Vectors > 4 ? 4 : kSumRegisters / Vectors;
-    alignas(64) float scores[kMaxGroup * kSplit + kLanes];
-    by_heads<kScoreHeads>(at.heads, [&](auto n, int head) { score_keys<n.value>(at, head, first, last, scores); });
-    for (int h = 0; h < at.heads; ++h)
-        weigh(scores + h * kSplit, static_cast<int>(last - first), out.maximum + h, out.weight + h);
-    by_heads<kTogether>(at.heads, [&](auto n, int head) {
-        add_values<Vectors, n.value>(at, head, first, last, scores, out.values);
+    constexpr int kFit = kSumRegisters * 16 / Size, kTogether = kFit < 1 ? 1 : kFit > 6 ? 6 : kFit;
+    const int queries = at.rows * at.heads;
+    alignas(64) float scores[kMaxQueries * kSplit + kLanes], copy[kMaxQueries * Size];
+    const float* query = at.query;
+    if (at.rows > 1) {
+        for (int row = 0; row < at.rows; ++row)
+            std::memcpy(copy + row * at.heads * Size, at.query + row * at.query_stride, at.heads * Size * sizeof(float));
+        query = copy;
+    }
+    by_queries<kScoreQueries>(queries, [&](auto n, int q) {
+        score_keys<n.value, Size>(at, query + q * Size, at.fetch && q == 0, first, last, scores + q * kSplit);
     });
+    const auto seen = [&](int q) { return least(last, at.length + q / at.heads); };
+    for (int q = 0; q < queries; ++q)
+        weigh(scores + q * kSplit, static_cast<int>(seen(q) - first), out.maximum + q, out.weight + q);
+    // What the first row sees all see.
+    by_queries<kTogether>(queries, [&](auto n, int q) {
+        add_values<n.value, Size>(at, first, first, seen(0), scores + q * kSplit, false, out.values + q * Size);
+    });
+    for (int q = at.heads; q < queries; ++q)
+        if (seen(q) > seen(0)) add_values<1, Size>(at, first, seen(0), seen(q), scores + q * kSplit, true, out.values + q * Size);
 }
 
 void attend(const Attention& at, std::int64_t first, std::int64_t last, Partial out) {
     switch (at.size / 16) {
-        case 1: return attend_sized<1>(at, first, last, out);
-        case 2: return attend_sized<2>(at, first, last, out);
-        case 3: return attend_sized<3>(at, first, last, out);
-        case 4: return attend_sized<4>(at, first, last, out);
-        case 5: return attend_sized<5>(at, first, last, out);
-        case 6: return attend_sized<6>(at, first, last, out);
-        case 8: return attend_sized<8>(at, first, last, out);
-        case 16: return attend_sized<16>(at, first, last, out);
+        case 1: return attend_sized<16>(at, first, last, out);
+        case 2: return attend_sized<32>(at, first, last, out);
+        case 3: return attend_sized<48>(at, first, last, out);
+        case 4: return attend_sized<64>(at, first, last, out);
+        case 5: return attend_sized<80>(at, first, last, out);
+        case 6: return attend_sized<96>(at, first, last, out);
+        case 8: return attend_sized<128>(at, first, last, out);
+        case 16: return attend_sized<256>(at, first, last, out);
         default: return;
     }
 }
@@ -173,8 +190,8 @@ inline float exp_of(float x) {
     return lanes[0];
 }
 
-void merge(Partial total, Partial next, int heads, int size) {
-    for (int h = 0; h < heads; ++h) {
+void merge(Partial total, Partial next, int queries, int size) {
+    for (int h = 0; h < queries; ++h) {
         const float top = total.maximum[h] > next.maximum[h] ? total.maximum[h] : next.maximum[h];
         const float a = exp_of(total.maximum[h] - top), b = exp_of(next.maximum[h] - top);
         total.maximum[h] = top;

@@ -7,6 +7,7 @@ namespace chipmesh {
 
 constexpr int kPanel = 32;  // output columns that are computed together
 constexpr int kBlock = 32;  // values of a quantised block along the inner dimension, as in GGUF
+constexpr int kMaxQueries = 16; // query heads of all rows that attend together
 constexpr int kSplit = 256; // keys of one partial attention: fixed, so that results depend on nothing else
 
 enum Encoding : std::int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kQ8_0 = 3, kQ4_0 = 4, kQ4_1 = 5, kEncodings = 6 };
@@ -69,8 +70,12 @@ struct Ahead {
 
 // A page of a layer's cache holds, for each key/value head, its keys as [head size][page size] and its values as
 // [page size][head size]: keys are scored 16 at a time, and a head's part of a page is one stretch of memory.
+// Consecutive tokens of a sequence, the rows, are attended to together: what they read is read once.
 struct Attention {
-    const float* query;         // [group heads][size], rotated
+    const float* query;         // of the first row: [heads][size], rotated
+    std::int64_t query_stride;  // to the next row's
+    int rows;                   // rows x heads: kMaxQueries at most
+    std::int64_t length;        // keys that the first row sees; each row sees one more than the one before
     const float* keys;          // of this key/value head in page 0
     const float* values;
     const std::int32_t* pages;  // of the sequence
@@ -80,7 +85,7 @@ struct Attention {
     bool fetch;                 // the pages are in no cache yet: nobody has attended to them in this phase
 };
 
-// One [heads] x (maximum, sum of weights, weighted values [size]) of a split.
+// One [rows x heads] x (maximum, sum of weights, weighted values [size]) of a split.
 struct Partial {
     float* maximum;
     float* weight;
@@ -111,10 +116,10 @@ struct Kernels {
     void (*silu_mul)(const float* gate_up, int rows, float* out, std::int64_t row_step, std::int64_t step);
     // Halves of each head turned by the position's angles, in place.
     void (*rotate)(float* head, const float* cos_sin, int size);
-    // Keys [first, last) of one split.
+    // Keys [first, last) of one split, as far as the last row sees.
     void (*attend)(const Attention& attention, std::int64_t first, std::int64_t last, Partial out);
     // total: what the splits before gave; becomes what they and `next` give.
-    void (*merge)(Partial total, Partial next, int heads, int size);
+    void (*merge)(Partial total, Partial next, int queries, int size);
     void (*decode_row)(Encoding encoding, const std::uint8_t* row, std::int64_t size, float* out);
     // Index of the largest logit, the lowest among equals; -1 where one is not finite.
     std::int64_t (*argmax)(const float* logits, std::int64_t size);

@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::int64_t kFewRows = 4;  // so many rows each thread normalises for itself: less than a wait costs
 constexpr std::int64_t kPiecesPerThread = 8;
+constexpr std::int64_t kRowsTogether = 4;  // tokens of a sequence that attend together, at most; divides kSplit
 constexpr std::int64_t kMostAhead = 12 << 20;  // bytes of keys and values that are fetched for the next attention: caches hold them
 constexpr std::int64_t kTiles = 16384;  // results of a product that a thread keeps before it passes them on: 64 KiB
 
@@ -63,6 +64,7 @@ bool Step::run(const StepArguments& arguments) {
     blocks_ = Blocks::of(at_.tokens, kernels_.max_rows);
     head_blocks_ = Blocks::of(at_.sampled, kernels_.max_rows);
     make_room();
+    find_rows();
     find_stretches();
     if (timed_) phase_begun_ = std::chrono::steady_clock::now();
     team_.run(job_);
@@ -111,7 +113,7 @@ void Step::make_room() {
         grow(own.normed, kFewRows * s.hidden);
         grow(own.tiles, std::max((kGroupRows + kernels_.max_rows) * kPanel, kTiles));
         grow(own.scratch, kScratch);
-        grow(own.partials, 2 * partial);
+        grow(own.partials, 2 * kRowsTogether * partial);
         if (model_.int8) grow(own.rounded, rounded_words(kFewRows, widest));
     }
 }
@@ -304,6 +306,21 @@ void Step::multiply_alone(const Matrix& matrix, const float* a, std::int64_t row
     team_.settle();
 }
 
+// Those that lie in the same places of every `most`, so that all have the same splits.
+void Step::find_rows() {
+    const std::int64_t heads = model_.sizes.heads / model_.sizes.kv_heads;
+    std::int64_t most = kRowsTogether;
+    while (most > 1 && most * heads > kMaxQueries) most /= 2;
+    rows_.clear();
+    for (std::int64_t row = 0; row < at_.tokens; ++row) {
+        const bool follows = row > 0 && at_.sequences[row] == at_.sequences[row - 1] && at_.positions[row] == at_.positions[row - 1] + 1;
+        if (follows && at_.positions[row] % most != 0)
+            ++rows_.back().count;
+        else
+            rows_.push_back({row, 1});
+    }
+}
+
 // Those sequences first to which the attention comes first.
 void Step::find_stretches() {
     const std::int64_t page_bytes = page_stride() * sizeof(float), part_bytes = at_.page_count * page_bytes;
@@ -359,14 +376,17 @@ void Step::rotate_and_write(std::int64_t layer, std::int64_t row, std::int64_t g
     std::memcpy(cache_of(layer, 1, group) + page + offset * size, key + s.kv_heads * size, size * sizeof(float));
 }
 
-Attention Step::attention_of(std::int64_t layer, std::int64_t row, std::int64_t group) const {
+Attention Step::attention_of(std::int64_t layer, const Rows& rows, std::int64_t group) const {
     const Sizes& s = model_.sizes;
     const std::int64_t per_group = s.heads / s.kv_heads, size = s.head_size;
     Attention made{};
-    made.query = qkv_.data() + row * s.qkv() + group * per_group * size;
+    made.query = qkv_.data() + rows.first * s.qkv() + group * per_group * size;
+    made.query_stride = s.qkv();
+    made.rows = static_cast<int>(rows.count);
+    made.length = at_.positions[rows.first] + 1;
     made.keys = cache_of(layer, 0, group);
     made.values = cache_of(layer, 1, group);
-    made.pages = at_.tables + at_.sequences[row] * at_.table_width;
+    made.pages = at_.tables + at_.sequences[rows.first] * at_.table_width;
     made.page_size = at_.page_size;
     made.page_stride = page_stride();
     made.heads = static_cast<int>(per_group);
@@ -376,28 +396,28 @@ Attention Step::attention_of(std::int64_t layer, std::int64_t row, std::int64_t 
     return made;
 }
 
-Partial Step::partial_at(float* memory) const {
-    const std::int64_t per_group = model_.sizes.heads / model_.sizes.kv_heads;
-    return {memory, memory + per_group, memory + 2 * per_group};
+Partial Step::partial_at(float* memory, std::int64_t rows) const {
+    const std::int64_t queries = rows * model_.sizes.heads / model_.sizes.kv_heads;
+    return {memory, memory + queries, memory + 2 * queries};
 }
 
-void Step::finish_attention(const Partial& total, std::int64_t layer, std::int64_t row, std::int64_t group) {
+void Step::finish_attention(const Partial& total, std::int64_t layer, const Rows& rows, std::int64_t group) {
     const Sizes& s = model_.sizes;
     const std::int64_t per_group = s.heads / s.kv_heads;
-    const Place to = place_for(model_.layers[layer].out, attended_.data(), blocks_, row);
-    for (std::int64_t h = 0; h < per_group; ++h) {
-        const float share = 1.0f / total.weight[h];
-        float* out = to.first + (group * per_group + h) * s.head_size * to.step;
-        for (std::int64_t i = 0; i < s.head_size; ++i) out[i * to.step] = total.values[h * s.head_size + i] * share;
+    for (std::int64_t query = 0; query < rows.count * per_group; ++query) {
+        const Place to = place_for(model_.layers[layer].out, attended_.data(), blocks_, rows.first + query / per_group);
+        const float share = 1.0f / total.weight[query];
+        float* out = to.first + (group * per_group + query % per_group) * s.head_size * to.step;
+        for (std::int64_t i = 0; i < s.head_size; ++i) out[i * to.step] = total.values[query * s.head_size + i] * share;
     }
 }
 
 void Step::attend(Walk& walk, std::int64_t layer) {
-    const std::int64_t groups = model_.sizes.kv_heads, tokens = at_.tokens, pieces = tokens * groups;
+    const std::int64_t groups = model_.sizes.kv_heads, tokens = at_.tokens, parts = rows_.size();
     // Where no token attends to another of this step, positions, writing and attention are one phase.
     const bool together = alone_ && !spread_;
     if (!together) {
-        walk.each(pieces, [&](std::int64_t piece) { rotate_and_write(layer, piece / groups, piece % groups); });
+        walk.each(tokens * groups, [&](std::int64_t piece) { rotate_and_write(layer, piece / groups, piece % groups); });
         ended(walk, kRotate);
     }
     const auto rotate_first = [&](std::int64_t row, std::int64_t group) {
@@ -406,34 +426,36 @@ void Step::attend(Walk& walk, std::int64_t layer) {
         rotate_and_write(layer, row, group);
         rotated_ += std::chrono::steady_clock::now() - begun;
     };
-    const auto attend_to = [&](std::int64_t row, std::int64_t group) {
-        if (together) rotate_first(row, group);
-        attend_row(locals_[walk.thread()], layer, row, group);
+    const auto attend_to = [&](const Rows& rows, std::int64_t group) {
+        if (together) rotate_first(rows.first, group);
+        attend_rows(locals_[walk.thread()], layer, rows, group);
     };
     if (spread_) {
         attend_in_splits(walk, layer);
-    } else if (tokens < kPiecesPerThread * team_.size()) {
-        walk.each(pieces, 1, [&](std::int64_t piece) { attend_to(piece / groups, piece % groups); });
+    } else if (parts < kPiecesPerThread * team_.size()) {
+        walk.each(parts * groups, 1, [&](std::int64_t piece) { attend_to(rows_[piece / groups], piece % groups); });
     } else {
         // The longest first: a chunk's last tokens have most to read. Several at a time: rows of one block share
         // their cache lines.
-        walk.each(tokens, kernels_.max_rows, [&](std::int64_t piece) {
-            for (std::int64_t group = 0; group < groups; ++group) attend_to(tokens - 1 - piece, group);
+        walk.each(parts, std::max<std::int64_t>(kernels_.max_rows * parts / tokens, 1), [&](std::int64_t piece) {
+            for (std::int64_t group = 0; group < groups; ++group) attend_to(rows_[parts - 1 - piece], group);
         });
     }
     ended(walk, kAttend);
 }
 
-void Step::attend_row(Local& own, std::int64_t layer, std::int64_t row, std::int64_t group) {
-    const Attention attention = attention_of(layer, row, group);
-    const std::int64_t length = at_.positions[row] + 1, partial = attention.heads * (2 + model_.sizes.head_size);
-    const Partial total = partial_at(own.partials.data()), next = partial_at(own.partials.data() + partial);
+void Step::attend_rows(Local& own, std::int64_t layer, const Rows& rows, std::int64_t group) {
+    const Attention attention = attention_of(layer, rows, group);
+    const int queries = attention.rows * attention.heads;
+    const std::int64_t length = at_.positions[rows.last()] + 1;
+    const Partial total = partial_at(own.partials.data(), rows.count);
+    const Partial next = partial_at(own.partials.data() + queries * (2 + attention.size), rows.count);
     kernels_.attend(attention, 0, std::min<std::int64_t>(kSplit, length), total);
     for (std::int64_t first = kSplit; first < length; first += kSplit) {
         kernels_.attend(attention, first, std::min(first + kSplit, length), next);
-        kernels_.merge(total, next, attention.heads, attention.size);
+        kernels_.merge(total, next, queries, attention.size);
     }
-    finish_attention(total, layer, row, group);
+    finish_attention(total, layer, rows, group);
 }
 
 void Step::attend_in_splits(Walk& walk, std::int64_t layer) {
@@ -444,7 +466,7 @@ void Step::attend_in_splits(Walk& walk, std::int64_t layer) {
         const std::int64_t row = piece / splits / s.kv_heads, group = piece / splits % s.kv_heads;
         const std::int64_t first = piece % splits * kSplit, length = at_.positions[row] + 1;
         if (first < length)
-            kernels_.attend(attention_of(layer, row, group), first, std::min(first + kSplit, length),
+            kernels_.attend(attention_of(layer, {row, 1}, group), first, std::min(first + kSplit, length),
                             partial_at(partials_.data() + piece * partial));
     });
     walk.each(pieces, [&](std::int64_t piece) {
@@ -453,7 +475,7 @@ void Step::attend_in_splits(Walk& walk, std::int64_t layer) {
         for (std::int64_t split = 1; split * kSplit < length; ++split)
             kernels_.merge(partial_at(memory), partial_at(memory + split * partial), static_cast<int>(per_group),
                            static_cast<int>(s.head_size));
-        finish_attention(partial_at(memory), layer, row, piece % s.kv_heads);
+        finish_attention(partial_at(memory), layer, {row, 1}, piece % s.kv_heads);
     });
 }
 

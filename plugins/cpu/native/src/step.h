@@ -75,7 +75,14 @@ class Step {
         const std::int32_t* rounded;
     };
 
+    // Tokens of one sequence that attend together.
+    struct Rows {
+        std::int64_t first, count;
+        std::int64_t last() const { return first + count - 1; }
+    };
+
     bool is_sound() const;
+    void find_rows();
     void make_room();
     void work(Walk& walk);
     bool is_timed(const Walk& walk) const { return timed_ && walk.thread() == 0; }
@@ -93,12 +100,12 @@ class Step {
     // What of a layer's keys and values the product of this phase fetches, which goes before that layer's attention.
     Ahead ahead_of(std::int64_t layer, Phase phase) const;
     void attend(Walk& walk, std::int64_t layer);
-    void attend_row(Local& own, std::int64_t layer, std::int64_t row, std::int64_t group);
+    void attend_rows(Local& own, std::int64_t layer, const Rows& rows, std::int64_t group);
     void attend_in_splits(Walk& walk, std::int64_t layer);
-    void finish_attention(const Partial& total, std::int64_t layer, std::int64_t row, std::int64_t group);
+    void finish_attention(const Partial& total, std::int64_t layer, const Rows& rows, std::int64_t group);
     void rotate_and_write(std::int64_t layer, std::int64_t row, std::int64_t group);
-    Attention attention_of(std::int64_t layer, std::int64_t row, std::int64_t group) const;
-    Partial partial_at(float* memory) const;
+    Attention attention_of(std::int64_t layer, const Rows& rows, std::int64_t group) const;
+    Partial partial_at(float* memory, std::int64_t rows = 1) const;
     float* cache_of(std::int64_t layer, int part, std::int64_t group) const;
     std::int64_t page_stride() const;
     // The bits of the tokens that a sampled row may take; nullptr: all of them.
@@ -122,6 +129,7 @@ class Step {
     // attended_, inner_: in blocks, or row by row where what is next wants them in int8.
     std::vector<float> residual_, normed_, qkv_, attended_, inner_, partials_, sampled_rows_;
     std::vector<std::int32_t> rounded_;  // of the product at hand
+    std::vector<Rows> rows_;             // all tokens of the step
     std::vector<std::int64_t> stretches_;  // of a layer's keys and values that this step reads, from the layer's first byte
 };
 
