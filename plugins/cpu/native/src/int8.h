@@ -101,8 +101,9 @@ inline void add_block(const std::int32_t* a, const std::uint8_t* block, int colu
 
 // c [Rows][32] of `blocks` blocks of the inner dimension. following: memory that is wanted next, of which some lines are
 // fetched at each block.
+// A function of its own, as the compiler else shares registers with its callers, and has too few.
 template <int Rows, class Weights>
-void int8_tile(const std::int32_t* a, std::int64_t blocks, const std::uint8_t* panel, float* c, const std::uint8_t* following,
+[[gnu::noinline]] void int8_tile(const std::int32_t* a, std::int64_t blocks, const std::uint8_t* panel, float* c, const std::uint8_t* following,
                std::int64_t lines, Ahead ahead) {
     constexpr std::int64_t kBytes = chipmesh::panel_bytes(Weights::kEncoding, kBlock);
     constexpr int kGroups = Rows <= kPairRows ? 2 : 1;
