@@ -11,7 +11,9 @@ namespace {
 constexpr std::int64_t kFewRows = 4;  // so many rows each thread normalises for itself: less than a wait costs
 constexpr std::int64_t kPiecesPerThread = 8;
 constexpr std::int64_t kRowsTogether = 4;  // tokens of a sequence that attend together, at most; divides kSplit
-constexpr std::int64_t kMostAhead = 12 << 20;  // bytes of keys and values that are fetched for the next attention: caches hold them
+// Keys and values that are fetched for the next attention, in stretches: as many as caches hold, and as products hide, each
+// behind so many multiply-adds of float32 (int8 does four in that time). Measured; more of them made products wait.
+constexpr std::int64_t kMostAhead = (12 << 20) / kStretch, kWorkPerStretch = 1800;
 constexpr std::int64_t kTiles = 16384;  // results of a product that a thread keeps before it passes them on: 64 KiB
 
 template <class Value>
@@ -323,17 +325,23 @@ void Step::find_rows() {
 
 // Those sequences first to which the attention comes first.
 void Step::find_stretches() {
+    const Layer& layer = model_.layers[0];
+    std::int64_t work = 0;
+    for (const Matrix* matrix : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down})
+        work += at_.tokens * matrix->panels * kPanel * matrix->inner / (matrix->int8 ? 4 : 1);
+    const std::int64_t most = std::min(kMostAhead, work / kWorkPerStretch);
     const std::int64_t page_bytes = page_stride() * sizeof(float), part_bytes = at_.page_count * page_bytes;
     stretches_.clear();
     for (std::int64_t row = at_.tokens; row-- > 0;) {
         if (row + 1 < at_.tokens && at_.sequences[row + 1] == at_.sequences[row]) continue;
         const std::int32_t* pages = at_.tables + at_.sequences[row] * at_.table_width;
         const std::int64_t count = at_.positions[row] / at_.page_size + 1;
-        if ((static_cast<std::int64_t>(stretches_.size()) + 2 * count * page_bytes / kStretch) * kStretch > kMostAhead) return;
-        for (std::int64_t page = 0; page < count; ++page)
+        for (std::int64_t page = 0; page < count; ++page) {
+            if (static_cast<std::int64_t>(stretches_.size()) >= most) return;
             for (std::int64_t part = 0; part < 2; ++part)
                 for (std::int64_t i = 0; i < page_bytes; i += kStretch)
                     stretches_.push_back(part * part_bytes + pages[page] * page_bytes + i);
+        }
     }
 }
 
