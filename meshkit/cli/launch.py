@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import time
 from collections.abc import Sequence
@@ -32,15 +33,21 @@ from meshkit.ports import LOOPBACK, reserve_port
 
 
 class StopRequests:
-    """Counts SIGINT and SIGTERM while it is entered: the first asks to stop, a second to hurry."""
+    """Counts SIGINT and SIGTERM while it is entered: the first asks to stop, a second to hurry.
+
+    Enter it on the main thread: only there signals are taken.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self._previous: dict[signal.Signals, object] = {}
+        # A queue of this kind takes things from a signal handler, too; an Event would wait for itself.
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def __enter__(self) -> StopRequests:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._on_signal)
+        self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._on_child_ended)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,6 +56,14 @@ class StopRequests:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.count += 1
+        self._news.put(None)
+
+    def _on_child_ended(self, _number: int, _frame: FrameType | None) -> None:
+        self._news.put(None)
+
+    def wait_for_news(self) -> None:
+        """Return when somebody has asked or a child has ended since the last time, or for nothing."""
+        self._news.get()
 
     def asked(self) -> bool:
         """True once somebody asked to stop."""
@@ -108,7 +123,8 @@ class Launcher:
             for child in [child for child in running if child.exit_code() is not None]:
                 running.remove(child)
                 self._report(LaunchEvent(kind="lost", service=child.name, message=_last_words(child)))
-            time.sleep(POLL_S)
+            if running:
+                self._stop.wait_for_news()
         if not running:
             raise FailedPrecondition(
                 f"all services have ended by themselves; their logs are in {self._state.launch_log.parent}"

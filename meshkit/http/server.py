@@ -17,6 +17,9 @@ from meshkit.telemetry.logging import get_logger
 
 log = get_logger(__name__)
 
+DATE_INTERVAL_S = 1.0
+"""Between two looks at the clock for the header `date`, which tells whole seconds."""
+
 
 class HttpServer:
     """Serves `app` at `listen`: "HOST:PORT" (port 0 picks a free one) or "unix:PATH".
@@ -72,7 +75,7 @@ class HttpServer:
     async def stop(self) -> None:
         """Stop listening, give running responses their grace, end. Does nothing if not started."""
         if self._serving is not None:
-            self._server.should_exit = True
+            self._server.end()
             await self._serving
             self._serving = None
 
@@ -100,11 +103,25 @@ class HttpServer:
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to the service and says when it listens."""
+    """A uvicorn server that leaves signals to the service, says when it listens, and sleeps while idle."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        """Stop listening, give running responses their grace; then `serve` returns."""
+        self.should_exit = True
+        self._ending.set()
+
+    async def main_loop(self) -> None:
+        """Not uvicorn's own, which looks ten times a second whether it is to end: a service has up to three
+        servers, and where processors compute the model, too, each wake-up takes time from it.
+        """
+        while not await self.on_tick(0):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), DATE_INTERVAL_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from meshkit.errors import FailedPrecondition, InvalidArgument
+from meshkit.http import server as http_server
 from meshkit.http.observability import HealthReport, ObservabilityServer
 from meshkit.telemetry.metrics import Metrics
 
@@ -122,3 +123,25 @@ async def test_a_listen_address_of_no_known_form_names_http_listen() -> None:
     with pytest.raises(InvalidArgument) as caught:
         ObservabilityServer("nowhere", Metrics().registry, healthy)
     assert caught.value.field == "http_listen"
+
+
+async def test_an_idle_server_stops_at_once_however_rarely_it_looks_at_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "DATE_INTERVAL_S", 3600.0)
+    server = ObservabilityServer("127.0.0.1:0", Metrics().registry, healthy)
+    assert (await get(await server.start(), "/health"))[0] == 200
+    await asyncio.wait_for(server.stop(), timeout=5)
+
+
+async def test_the_date_of_answers_goes_on() -> None:
+    server = ObservabilityServer("127.0.0.1:0", Metrics().registry, healthy)
+    address = await server.start()
+    dates = set()
+    for _ in range(100):
+        dates.add((await get(address, "/live"))[1]["date"])
+        if len(dates) > 1:
+            break
+        await asyncio.sleep(0.05)
+    await server.stop()
+    assert len(dates) > 1
