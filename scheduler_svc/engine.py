@@ -366,6 +366,10 @@ class Engine:
         self._publish(batcher.take_events())
         return plan
 
+    def is_shared(self, replica: ReplicaId) -> bool:
+        """Whether several requests run on a replica."""
+        return self.core.batcher(replica).running > 1
+
     def apply_step(self, replica: ReplicaId, result: StepResult, times: StepTimes) -> None:
         """Apply the result of the oldest step in flight."""
         batcher = self.core.batcher(replica)

@@ -1,9 +1,10 @@
 """One attachment to one executor: its stream of steps, from Attach to the first sign that it is over.
 
-Plans go out while fewer than `depth` messages are in flight and the batcher has work; an idle link waits on
-one event. A message carries as many decode steps as its window of time holds, or ends with a step that
-computes prompts. `close` is synchronous and happens once: from then on no result of this epoch can reach the
-core.
+Plans go out while fewer than `depth` messages are in flight and the batcher has work, but no sooner than the
+device needs them, since a request that comes later is not in them; an idle link waits on one event. A message
+carries as many decode steps as its window of time holds, or ends with a step that computes prompts, or one
+that ends a request. `close` is synchronous and happens once: from then on no result of this epoch can reach
+the core.
 """
 
 from __future__ import annotations
@@ -41,12 +42,21 @@ else:
 
 T = TypeVar("T")
 
+_SHORT_S = 0.005
+"""A message is there in less time, on a busy machine too, and less is not worth another one."""
+
+_SOON_S = 0.001
+"""Of less no timer is made."""
+
 
 class StepSource(Protocol):
     """What a link needs of the engine. All of it runs on the event loop and returns at once."""
 
     def plan_step(self, replica: ReplicaId) -> StepPlan | None:
         """The next step of a replica, or None where there is nothing to do."""
+
+    def is_shared(self, replica: ReplicaId) -> bool:
+        """Whether several requests run on a replica."""
 
     def apply_step(self, replica: ReplicaId, result: StepResult, times: StepTimes) -> None:
         """Apply the result of the oldest step in flight."""
@@ -60,7 +70,7 @@ class LinkSettings:
     """What all links of a scheduler have in common.
 
     depth: messages of plans in flight at most. window_s: decode steps that take so long together travel in
-    one message; a request that comes waits for those that are under way. None: as the chip prefers.
+    one message; a request that comes waits for those that are planned. None: as the chip prefers.
     """
 
     scheduler_id: str
@@ -78,6 +88,7 @@ class _StepInFlight:
     prefill_tokens: int
     message_steps: int
     """Steps of its message: results come when all of them are there."""
+    ends_message: bool
     began_at: float
     """Loop time at which it was sent, or the step before it ended, whichever came later."""
 
@@ -124,7 +135,11 @@ class ExecutorLink:
         self._over = asyncio.Event()
         self._steps: deque[_StepInFlight] = deque()
         self._times = StepTimePredictor()
+        self._messages = 0
+        """Messages in flight."""
         self._watch: asyncio.TimerHandle | None = None
+        self._next_look: asyncio.TimerHandle | None = None
+        """When the next message is due."""
 
     def __repr__(self) -> str:
         state = self.close_reason or ("attached" if self.epoch is not None else "attaching")
@@ -148,8 +163,9 @@ class ExecutorLink:
             return
         self.close_reason = reason
         self._over.set()
-        if self._watch is not None:
-            self._watch.cancel()
+        for timer in (self._watch, self._next_look):
+            if timer is not None:
+                timer.cancel()
         if self.epoch is not None:
             self._on_closed(blame)
 
@@ -233,16 +249,36 @@ class ExecutorLink:
 
     def _plan_message(self) -> list[StepPlan]:
         """The plans of the next message; none where enough is under way, or there is nothing to do."""
-        behind = self._settings.depth - 1
-        steps = self._times.steps_within(self._window_s) if behind else 1
         plans: list[StepPlan] = []
-        if len(self._steps) > behind * steps:
+        if self._messages >= self._settings.depth or not self._is_due():
             return plans
-        while len(plans) < steps and (plan := self._source.plan_step(self.replica)) is not None:
+        left = self._times.steps_within(self._window_s) if self._settings.depth > 1 else 1
+        while left and (plan := self._source.plan_step(self.replica)) is not None:
             plans.append(plan)
-            if plan.prefill:  # Somebody waits for what follows from it.
+            left -= 1
+            # Somebody waits for what follows from it.
+            if plan.prefill or (plan.ends_request and self._times.predict(steps=left) > _SHORT_S):
                 break
         return plans
+
+    def _is_due(self) -> bool:
+        """Whether half of what is under way should be over, or all but little of it. If not, wake up by then.
+
+        Half, since a step may be faster than those before it, and a device that waits costs more. Beside a
+        single request it is always due: others are rare then, and waking up is not for free.
+        """
+        if self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
+        if not self._steps or not self._source.is_shared(self.replica):
+            return True
+        prefill_tokens = sum(step.prefill_tokens for step in self._steps)
+        whole_s = self._times.predict(prefill_tokens=prefill_tokens, steps=len(self._steps))
+        due_at = self._steps[0].began_at + whole_s - max(_SHORT_S, whole_s / 2)
+        if due_at - self._loop.time() < _SOON_S:
+            return True
+        self._next_look = self._loop.call_at(due_at, self.wake)
+        return False
 
     async def _read_results(self, call: StepCall) -> None:
         while self.close_reason is None:
@@ -301,9 +337,11 @@ class ExecutorLink:
 
     def _note_sent(self, plans: Sequence[StepPlan]) -> None:
         now = self._loop.time()
+        self._messages += 1
         for plan in plans:
             prefill_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
-            self._steps.append(_StepInFlight(plan.step_seq, prefill_tokens, len(plans), now))
+            is_last = plan is plans[-1]
+            self._steps.append(_StepInFlight(plan.step_seq, prefill_tokens, len(plans), is_last, now))
         if self._watch is None:
             self._watch = self._loop.call_at(self._head_deadline(), self._check_deadline)
 
@@ -311,6 +349,7 @@ class ExecutorLink:
         self._times.observe(wall_s, prefill_tokens=step.prefill_tokens)
         self.last_step_seq = step.step_seq
         self._steps.popleft()
+        self._messages -= step.ends_message
         if self._steps:
             self._steps[0].began_at = now
 

@@ -47,7 +47,7 @@ class StepTimePredictor:
         else:
             self._base_s = _average(self._base_s, seconds)
 
-    def predict(self, *, prefill_tokens: int, steps: int = 1) -> float:
+    def predict(self, *, prefill_tokens: int = 0, steps: int = 1) -> float:
         """Seconds that `steps` steps with `prefill_tokens` prompt tokens in all should take; 0.0 where
         nothing is known.
         """

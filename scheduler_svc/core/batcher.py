@@ -20,6 +20,7 @@ from scheduler_svc.core.output_reserve import OutputReserve
 from scheduler_svc.core.page_pool import PagePool
 from scheduler_svc.core.policy import SchedulePolicy
 from scheduler_svc.core.queue_bounds import QueueTally
+from scheduler_svc.core.radix_tree import PrefixMatch
 from scheduler_svc.core.request_state import Move, State
 from scheduler_svc.core.retraction import least_progressed
 from scheduler_svc.core.seat import Seat, Ticket
@@ -283,7 +284,7 @@ class Batcher:
             if not draft.prefill:
                 self._plan_decode(draft)
         draft.released += self._slots.take_releases()
-        plan = draft.plan()
+        plan = draft.plan(ends_request=self._decoding.has_spent)
         if plan is not None:
             self._next_seq += 1
             self._steps.add(draft.in_flight())
@@ -369,6 +370,8 @@ class Batcher:
     def _admit_waiting(self, left: int, draft: StepDraft) -> None:
         """Admit in the policy's order; one that finds no room keeps those behind it waiting too."""
         for ticket, match in self._desk.candidates(self._next_seq):
+            if self._is_better_whole(ticket, match, left):
+                return
             seat = self._desk.admit(ticket, match)
             if seat is None:
                 break
@@ -378,6 +381,16 @@ class Batcher:
             if not left or not self._slots.free_count:
                 return
         self._may_admit = False
+
+    def _is_better_whole(self, ticket: Ticket, match: PrefixMatch, left: int) -> bool:
+        """Whether a prompt too long for the rest of a step is left to the next one, where it fits whole.
+
+        Begun here it would hardly end sooner, and those that end in this step would wait for its beginning.
+        A step is half full at least all the same: steps cost something too.
+        """
+        most = self.limits.chunk_tokens
+        wanted = ticket.request.length - match.depth * self.limits.page_size
+        return left < wanted <= most and left <= most // 2
 
     def _admission(self, seat: Seat) -> Admission:
         self._events.append(Placed(seat.request, self.replica, seat.planned))

@@ -82,6 +82,11 @@ class DecodeSet:
         """Seats of which every token is planned: they would decode in vain."""
         return [seat for seat in self._spent.pop(self.tick, ()) if self._is_here(seat)]
 
+    @property
+    def has_spent(self) -> bool:
+        """Whether the last token of a seat has just been planned."""
+        return any(self._is_here(seat) for seat in self._spent.get(self.tick, ()))
+
     def take_needy(self) -> list[Seat]:
         """Seats that want a page now, those that went without one first."""
         due = self._starving + self._needy.pop(self.tick, [])

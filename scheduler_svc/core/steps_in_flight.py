@@ -33,7 +33,7 @@ class StepDraft:
     chunks: list[PlannedChunk] = field(default_factory=list)
     finished_prefills: list[Seat] = field(default_factory=list)
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, *, ends_request: bool) -> StepPlan | None:
         """The plan, or None where there is nothing in it."""
         decode = self.roster is not None
         if not (decode or self.released or self.prefill or self.pages):
@@ -45,6 +45,7 @@ class StepDraft:
             pages=tuple(self.pages),
             prefill=tuple(self.prefill),
             decode=decode,
+            ends_request=ends_request,
         )
 
     def in_flight(self) -> StepInFlight:

@@ -159,7 +159,9 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step as a difference to what the executor keeps. Mirrors StepPlan of the step protocol."""
+    """One step as a difference to what the executor keeps. Mirrors StepPlan of the step protocol, which
+    `ends_request` is no part of.
+    """
 
     step_seq: int
     released_slots: tuple[Slot, ...] = ()
@@ -167,6 +169,8 @@ class StepPlan:
     pages: tuple[PageAppend, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
     decode: bool = False
+    ends_request: bool = False
+    """Some request has its last token in it, if not before."""
 
 
 @dataclass(frozen=True, slots=True)

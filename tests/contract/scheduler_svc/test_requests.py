@@ -59,6 +59,61 @@ async def test_short_decode_steps_travel_together_as_the_chip_prefers_or_the_sch
             assert max(executor.message_sizes) == most
 
 
+async def test_two_messages_are_in_flight_where_each_is_a_prompts_step_and_a_window_holds_many(
+    mesh: Any,
+) -> None:
+    async with mesh(step_window_s=1.0, chunked_prefill_size=4) as m:
+        executor = await m.worker()
+        gateway = await m.gateway()
+        await (await gateway.submit([1, 2, 3], 40)).end()
+        executor.gate.clear()
+        before = len(executor.plans)
+        seen = await gateway.submit(list(range(30)), 3)
+        await until(lambda: len(executor.plans) == before + 2, "two messages")
+        other = await gateway.submit([4, 5, 6], 3)
+        assert len(executor.plans) == before + 2
+        executor.release()
+        assert (await seen.end()).tokens == expected_tokens(list(range(30)), 3)
+        assert (await other.end()).tokens == expected_tokens([4, 5, 6], 3)
+
+
+async def test_what_long_steps_are_followed_by_is_planned_late_so_that_who_comes_meanwhile_is_in_it(
+    mesh: Any,
+) -> None:
+    async with mesh() as m:
+        executor = await m.worker()
+        gateway = await m.gateway()
+        _believe_in_steps_of(10.0, m)
+        executor.gate.clear()
+        await gateway.send(gateway.command([1, 2, 3], 20), gateway.command([4, 5, 6], 20))
+        await until(lambda: len(executor.plans) == 1, "the prompts' step")
+        late = await gateway.submit([7, 8, 9], 3)
+        assert len(executor.plans) == 1
+        executor.release()
+        assert (await late.end()).tokens == expected_tokens([7, 8, 9], 3)
+        assert [len(plan.admitted) for plan in executor.plans[:2]] == [2, 1]
+        for seen in gateway.requests.values():
+            await seen.end()
+
+
+async def test_a_message_of_long_steps_ends_with_a_requests_last_token(mesh: Any) -> None:
+    async with mesh(step_window_s=1.0) as m:
+        executor = await m.worker()
+        gateway = await m.gateway()
+        _believe_in_steps_of(0.05, m)
+        executor.gate.clear()
+        await gateway.send(gateway.command([1, 2, 3], 6), gateway.command([4, 5, 6], 40))
+        await until(lambda: len(executor.message_sizes) == 2, "the prompts' step, and the next message")
+        assert executor.message_sizes == [1, 5]
+        executor.release()
+        for seen in gateway.requests.values():
+            await seen.end()
+
+
+def _believe_in_steps_of(seconds: float, mesh: Any) -> None:
+    mesh.service.pool.member("w0").link._times.observe(seconds, prefill_tokens=0)
+
+
 async def test_a_groups_own_window_goes_before_the_schedulers(mesh: Any) -> None:
     groups = [{"name": "g", "model": "m", "step_window_s": 0.0}]
     async with mesh(step_window_s=1.0, groups=groups) as m:

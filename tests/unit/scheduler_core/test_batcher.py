@@ -124,12 +124,32 @@ def test_a_long_prompt_is_computed_in_chunks_beside_the_decoding_ones() -> None:
 
 def test_the_chunk_budget_is_shared_by_all_that_prefill() -> None:
     drive = Drive(make_limits(page_count=100, chunk_tokens=10), depth=1)
-    drive.add(make_request(range(7), 2), make_request(range(30, 37), 2))
+    drive.add(make_request(range(4), 2), make_request(range(30, 37), 2))
     plan = drive.plan()
     assert plan is not None
     assert [(chunk.start, len(chunk.token_ids), chunk.last) for chunk in plan.prefill] == [
-        (0, 7, True),
-        (0, 3, False),
+        (0, 4, True),
+        (0, 6, False),
+    ]
+
+
+def test_a_prompt_that_fits_whole_into_the_next_step_is_not_begun_in_the_rest_of_this_one() -> None:
+    drive = Drive(make_limits(page_count=100, chunk_tokens=10), depth=2)
+    drive.add(make_request(range(7), 2), make_request(range(30, 37), 2), make_request(range(50, 62), 2))
+    drive.finish()
+    chunks = [[(chunk.start, len(chunk.token_ids)) for chunk in plan.prefill] for plan in drive.plans]
+    assert chunks[:4] == [[(0, 7)], [(0, 7), (0, 3)], [(3, 9)], []]
+
+
+def test_a_plan_says_when_it_has_the_last_token_of_a_request() -> None:
+    drive = Drive(make_limits(), depth=1)
+    drive.add(make_request([1, 2], 2), make_request([5, 6], 4), make_request([8, 9], 1))
+    drive.finish()
+    assert [plan.ends_request for plan in drive.plans if plan.decode or plan.prefill] == [
+        True,
+        True,
+        False,
+        True,
     ]
 
 
