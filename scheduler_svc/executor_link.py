@@ -42,7 +42,7 @@ else:
 
 T = TypeVar("T")
 
-_SHORT_S = 0.005
+_SHORT_S = 0.01
 """A message is there in less time, on a busy machine too, and less is not worth another one."""
 
 _SOON_S = 0.001

@@ -55,14 +55,14 @@ constexpr std::int64_t kStretch = 1024;
 struct Ahead {
     const std::uint8_t* base = nullptr;
     const std::int64_t *next = nullptr, *end = nullptr;
-    // One of so many equal parts.
-    Ahead part(std::int64_t index, std::int64_t parts) const {
+    // One of so many equal parts. Inlined, all of them: shared copies could carry one object's instructions into another.
+    [[gnu::always_inline]] Ahead part(std::int64_t index, std::int64_t parts) const {
         const std::int64_t count = end - next;
         return {base, next + count * index / parts, next + count * (index + 1) / parts};
     }
     // How many to fetch with each of so many blocks.
-    std::int64_t each(std::int64_t blocks) const { return (end - next + blocks - 1) / blocks; }
-    void fetch(std::int64_t stretches) {
+    [[gnu::always_inline]] std::int64_t each(std::int64_t blocks) const { return (end - next + blocks - 1) / blocks; }
+    [[gnu::always_inline]] void fetch(std::int64_t stretches) {
         for (; stretches > 0 && next < end; --stretches, ++next)
             for (std::int64_t i = 0; i < kStretch; i += 64) __builtin_prefetch(base + *next + i, 0, 2);
     }

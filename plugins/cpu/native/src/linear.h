@@ -87,7 +87,8 @@ struct Q41Reader {
 };
 
 // Halves [First, Last) of c [Rows][32]; a [inner][Rows]; inner is whole blocks. more: go on with the sums in c.
-// Keep: decoded weights go to kept [inner][32] as well.
+// Keep: decoded weights go to kept [inner][32] as well. A function of its own: where it is part of its caller, the compiler spills
+// registers at few rows.
 template <class Reader, int Rows, int First, int Last, bool Keep>
 [[gnu::noinline]] void tile(const float* a, std::int64_t inner, const std::uint8_t* panel, float* c, bool more, float* kept,
                             Ahead ahead) {
@@ -109,7 +110,6 @@ template <class Reader, int Rows, int First, int Last, bool Keep>
                     w[j] = reader.read(0, j);
                     if constexpr (Keep) store(kept + 16 * j, w[j]);
                 }
-                reader.end_group();
 #pragma GCC unroll 12
                 for (int r = 0; r < Rows; ++r) {
                     V16 x = splat(a[r]);
@@ -117,21 +117,21 @@ template <class Reader, int Rows, int First, int Last, bool Keep>
 #pragma GCC unroll 2
                     for (int j = First; j < Last; ++j) sums[r][j] = fma(x, w[j], sums[r][j]);
                 }
-                continue;
-            }
+            } else {
 #pragma GCC unroll 2
-            for (int j = First; j < Last; ++j) {
-                reader.begin_group(j);
-                const float* x = a;
-                // Else the compiler keeps a group's values of `a` for the second half, and has no registers left.
-                asm volatile("" : "+r"(x));
+                for (int j = First; j < Last; ++j) {
+                    reader.begin_group(j);
+                    const float* x = a;
+                    // Else the compiler keeps a group's values of `a` for the second half, and has no registers left.
+                    asm volatile("" : "+r"(x));
 #pragma GCC unroll 8
-                for (int s = 0; s < Reader::kGroup; ++s) {
-                    V16 w = reader.read(s, j);
-                    in_order(w);
-                    if constexpr (Keep) store(kept + s * kPanel + 16 * j, w);
+                    for (int s = 0; s < Reader::kGroup; ++s) {
+                        V16 w = reader.read(s, j);
+                        in_order(w);
+                        if constexpr (Keep) store(kept + s * kPanel + 16 * j, w);
 #pragma GCC unroll 12
-                    for (int r = 0; r < Rows; ++r) sums[r][j] = fma(splat(x[s * Rows + r]), w, sums[r][j]);
+                        for (int r = 0; r < Rows; ++r) sums[r][j] = fma(splat(x[s * Rows + r]), w, sums[r][j]);
+                    }
                 }
             }
             reader.end_group();

@@ -38,7 +38,7 @@ inline float half_to_float(std::uint16_t half) {
 constexpr int kMaxRows = 12;    // rows of a tile: 24 sums, the rest of the registers for decoding
 constexpr int kWholeRows = 12;  // up to so many all 32 columns of a panel are summed at once
 constexpr int kSumRegisters = 24, kScoreQueries = 12;  // of attention: vectors of values, queries that are scored at once
-constexpr int kWholeWordRows = 12, kDirectWordRows = 12;  // the same, and decoding meanwhile, for weights in words
+constexpr int kWholeWordRows = 12;  // the same for weights in words
 constexpr int kDepth = 512;   // inner dimension of a tile at a time
 
 struct V16 {
@@ -89,7 +89,7 @@ inline __m256 upper(V16 a) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm5
 constexpr int kMaxRows = 6;
 constexpr int kWholeRows = 3;
 constexpr int kSumRegisters = 4, kScoreQueries = 2;
-constexpr int kWholeWordRows = 2, kDirectWordRows = 4;
+constexpr int kWholeWordRows = 2;
 constexpr int kDepth = 192;  // 24 KiB of weights in L1
 
 struct V16 {
@@ -140,12 +140,12 @@ inline __m256 upper(V16 x) { return x.b; }
 constexpr int kMaxRows = 6;
 constexpr int kWholeRows = 3;
 constexpr int kSumRegisters = 4, kScoreQueries = 2;
-constexpr int kWholeWordRows = 2, kDirectWordRows = 4;
+constexpr int kWholeWordRows = 2;
 #else
 constexpr int kMaxRows = 2;
 constexpr int kWholeRows = 2;
 constexpr int kSumRegisters = 4, kScoreQueries = 1;
-constexpr int kWholeWordRows = 2, kDirectWordRows = 2;
+constexpr int kWholeWordRows = 2;
 #endif
 constexpr int kDepth = 192;
 
