@@ -95,8 +95,8 @@ def test_rows_in_int8_cost_less_than_two_percent_of_perplexity(folder: ModelFold
 
 
 def test_rows_in_int8_choose_another_token_only_where_the_two_best_lie_close(folder: ModelFolder) -> None:
-    """After the reference's own text up to there: 97.8 % chose alike when this was written, and the widest distance of
-    the two best logits at which one did not was 0.37.
+    """After the reference's own text up to there. When this was written, 97.8 % chose alike, and the widest
+    distance of the two best logits at which one did not was 0.37.
     """
     program = open_program(folder, ENCODINGS, A8)
     gaps: list[float] = []
