@@ -14,6 +14,16 @@ using chipmesh::Partial;
 
 constexpr int kLanes = 16;  // keys that are scored together
 
+// 16 keys from `key` on, those behind the last being the last again, as [size][16]. A function of its own: pages that 16 does
+// not divide are rare, and a copy of it in each size's kernel costs seconds to compile.
+[[gnu::noinline]] void copy_keys(const Attention& at, std::int64_t key, std::int64_t last, float* copy) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const std::int64_t own = least(key + lane, last - 1);
+        const float* p = at.keys + at.pages[own / at.page_size] * at.page_stride + own % at.page_size;
+        for (int i = 0; i < at.size; ++i) copy[i * kLanes + lane] = p[i * at.page_size];
+    }
+}
+
 // Where value 0 of 16 keys lies, value i being `step` floats further for each: in their page where 16 divides its
 // size, else copied to `copy` [size][16].
 struct KeyBlock {
@@ -24,23 +34,16 @@ struct KeyBlock {
     KeyBlock(const Attention& at, std::int64_t key, std::int64_t last, float* copy) {
         const std::int64_t page = at.pages[key / at.page_size] * at.page_stride, offset = key % at.page_size;
         values = at.values + page + offset * at.size;
-        if (at.page_size % kLanes == 0) {
-            first = at.keys + page + offset;
-            step = at.page_size;
-            return;
-        }
-        first = copy, step = kLanes;
-        for (int lane = 0; lane < kLanes; ++lane) {
-            const std::int64_t own = least(key + lane, last - 1);
-            const float* p = at.keys + at.pages[own / at.page_size] * at.page_stride + own % at.page_size;
-            for (int i = 0; i < at.size; ++i) copy[i * kLanes + lane] = p[i * at.page_size];
-        }
+        const bool whole = at.page_size % kLanes == 0;
+        first = whole ? at.keys + page + offset : copy;
+        step = whole ? at.page_size : kLanes;
+        if (!whole) copy_keys(at, key, last, copy);
     }
 };
 
 // scores [Queries][kSplit] of two blocks of keys for queries [Queries][Size]; each is one chain over the head's values.
-template <int Queries, int Size, bool Fetch>
-void score_blocks(float scale, const float* query, const KeyBlock& a, const KeyBlock& b, const KeyBlock (&next)[2],
+template <int Queries, int Size>
+void score_blocks(float scale, const float* query, bool fetch, const KeyBlock& a, const KeyBlock& b, const KeyBlock (&next)[2],
                   float* scores) {
     V16 sums[Queries][2];
 #pragma GCC unroll 12
@@ -48,7 +51,7 @@ void score_blocks(float scale, const float* query, const KeyBlock& a, const KeyB
     const float *p = a.first, *r = b.first;
     for (int i = 0; i < Size; ++i, p += a.step, r += b.step) {
         const V16 ka = load(p), kb = load(r);
-        if constexpr (Fetch) {
+        if (fetch) {
             // A page is a place of its own in memory, which the processor does not foresee.
             __builtin_prefetch(next[0].first + i * next[0].step);
             __builtin_prefetch(next[1].first + i * next[1].step);
@@ -81,10 +84,7 @@ void score_keys(const Attention& at, const float* query, bool fetch, std::int64_
     for (std::int64_t key = first; key < last; key += 2 * kLanes) {
         copy ^= 2;
         const KeyBlock next[2] = {block(key + 2 * kLanes, copy), block(key + 3 * kLanes, copy + 1)};
-        if (fetch)
-            score_blocks<Queries, Size, true>(at.scale, query, pair[0], pair[1], next, scores + key - first);
-        else
-            score_blocks<Queries, Size, false>(at.scale, query, pair[0], pair[1], next, scores + key - first);
+        score_blocks<Queries, Size>(at.scale, query, fetch, pair[0], pair[1], next, scores + key - first);
         pair[0] = next[0], pair[1] = next[1];
     }
 }
@@ -141,13 +141,13 @@ template <int Most, class Work>
 void by_queries(int queries, const Work& work, int from = 0) {
     for (; queries - from >= Most; from += Most) work(std::integral_constant<int, Most>(), from);
     if constexpr (Most > 1) {
-        if (from < queries) by_queries<(Most > 6 ? 6 : Most > 4 ? 4 : Most - 1)>(queries, work, from);
+        if (from < queries) by_queries<(Most > 4 ? 4 : Most - 1)>(queries, work, from);
     }
 }
 
 template <int Size>
 void attend_sized(const Attention& at, std::int64_t first, std::int64_t last, Partial out) {
-    constexpr int kFit = kSumRegisters * 16 / Size, kTogether = kFit < 1 ? 1 : kFit > 6 ? 6 : kFit;
+    constexpr int kFit = kSumRegisters * 16 / Size, kTogether = kFit < 1 ? 1 : kFit > 4 ? 4 : kFit;
     const int queries = at.rows * at.heads;
     alignas(64) float scores[kMaxQueries * kSplit + kLanes], copy[kMaxQueries * Size];
     const float* query = at.query;

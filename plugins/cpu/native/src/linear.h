@@ -185,7 +185,7 @@ void multiply_by(const float* a, const Blocks& blocks, std::int64_t first, std::
                 __builtin_prefetch(following, 0, 2);
             const Ahead own_ahead = ahead.part(done++, tiles);
             if (kDecodes && block == first)
-                tile_of<Reader, true>(rows, own, depth, stored, sums, k > 0, scratch, own_ahead);
+                tile_of<Reader, kDecodes>(rows, own, depth, stored, sums, k > 0, scratch, own_ahead);
             else
                 tile_of<PlainReader, false>(rows, own, depth, weights, sums, k > 0, nullptr, own_ahead);
         }

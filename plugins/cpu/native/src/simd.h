@@ -37,7 +37,7 @@ inline float half_to_float(std::uint16_t half) {
 
 constexpr int kMaxRows = 12;    // rows of a tile: 24 sums, the rest of the registers for decoding
 constexpr int kWholeRows = 12;  // up to so many all 32 columns of a panel are summed at once
-constexpr int kSumRegisters = 24, kScoreQueries = 12;  // of attention: vectors of values, queries that are scored at once
+constexpr int kSumRegisters = 16, kScoreQueries = 12;  // of attention: vectors of values, queries that are scored at once
 constexpr int kWholeWordRows = 12;  // the same for weights in words
 constexpr int kDepth = 512;   // inner dimension of a tile at a time
 
