@@ -108,4 +108,4 @@ def test_rows_in_int8_choose_another_token_only_where_the_two_best_lie_close(fol
         pairs = zip(chosen.tolist(), golden.token_ids, golden.gaps, strict=True)
         gaps += [gap for ours, theirs, gap in pairs if ours != theirs]
     assert len(gaps) < 0.04 * places
-    assert max(gaps) < 0.5
+    assert max(gaps, default=0.0) < 0.5

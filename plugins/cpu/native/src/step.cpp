@@ -308,7 +308,7 @@ void Step::multiply_alone(const Matrix& matrix, const float* a, std::int64_t row
     team_.settle();
 }
 
-// Those that lie in the same places of every `most`, so that all have the same splits.
+// Consecutive tokens of a sequence are together within each `most` positions: none of them is in another split then.
 void Step::find_rows() {
     const std::int64_t heads = model_.sizes.heads / model_.sizes.kv_heads;
     std::int64_t most = kRowsTogether;
@@ -323,7 +323,7 @@ void Step::find_rows() {
     }
 }
 
-// Those sequences first to which the attention comes first.
+// The last sequences first, as attention goes where there are many.
 void Step::find_stretches() {
     const Layer& layer = model_.layers[0];
     std::int64_t work = 0;
@@ -349,7 +349,8 @@ Ahead Step::ahead_of(std::int64_t layer, Phase phase) const {
     if (layer == model_.sizes.layers || stretches_.empty()) return {};
     // In shares of their work.
     const Layer& own = model_.layers[layer];
-    const std::array<std::pair<Phase, const Matrix*>, 4> products{{{kOutProduct, &own.out}, {kGateUpProduct, &own.gate_up}, {kDownProduct, &own.down}, {kQkvProduct, &own.qkv}}};
+    const std::array<std::pair<Phase, const Matrix*>, 4> products{{
+        {kOutProduct, &own.out}, {kGateUpProduct, &own.gate_up}, {kDownProduct, &own.down}, {kQkvProduct, &own.qkv}}};
     std::int64_t before = 0, work = 0, total = 0;
     for (const auto& [name, matrix] : products) {
         if (name == phase) before = total, work = matrix->panels * matrix->inner;
